@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 
@@ -54,40 +54,29 @@ GROW, LEARN, LOOK, LIST = "Grow networks", "Train and compare controllers", "Loo
 ADDED = "Added by other packages"
 """The groups of subcommands in the help."""
 
-
-class Command(NamedTuple):
-    """Describes a subcommand: its function, the heading under which the help lists it, and its page of `esper docs`.
-
-    The signature of `run` defines the options; its docstring is the help.
-    """
-
-    run: Callable[..., None]
-    group: str
-    page: str
-
-
-COMMANDS: Mapping[str, Command] = {
-    "grow": Command(grow, GROW, "runs"),
-    "resume": Command(resume, GROW, "checkpoints"),
-    "heal": Command(heal, GROW, "heal"),
-    "find-sites": Command(find_sites, LIST, "lora-ranks"),
-    "train": Command(train, LEARN, "training"),
-    "eval": Command(evaluate, LEARN, "evaluation"),
-    "watch": Command(watch, LOOK, "watch"),
-    "report": Command(report, LOOK, "report"),
-    "compare": Command(compare, LOOK, "report"),
-    "serve": Command(serve, LOOK, "serve"),
-    "events": Command(events, LOOK, "events"),
-    "export-events": Command(export_events, LOOK, "exporters"),
-    "export": Command(export, LOOK, "checkpoints"),
-    "tasks": Command(tasks, LIST, "tasks"),
-    "blueprints": Command(blueprints, LIST, "hosts"),
-    "controller": Command(controller, LIST, "own-controller"),
-    "config": Command(config, LIST, "config"),
-    "docs": Command(docs, LIST, "glossary"),
-    "doctor": Command(doctor, LIST, "versions"),
+COMMANDS: Mapping[str, tuple[Callable[..., None], str, str]] = {
+    "grow": (grow, GROW, "runs"),
+    "resume": (resume, GROW, "checkpoints"),
+    "heal": (heal, GROW, "heal"),
+    "find-sites": (find_sites, LIST, "lora-ranks"),
+    "train": (train, LEARN, "training"),
+    "eval": (evaluate, LEARN, "evaluation"),
+    "watch": (watch, LOOK, "watch"),
+    "report": (report, LOOK, "report"),
+    "compare": (compare, LOOK, "report"),
+    "serve": (serve, LOOK, "serve"),
+    "events": (events, LOOK, "events"),
+    "export-events": (export_events, LOOK, "exporters"),
+    "export": (export, LOOK, "checkpoints"),
+    "tasks": (tasks, LIST, "tasks"),
+    "blueprints": (blueprints, LIST, "hosts"),
+    "controller": (controller, LIST, "own-controller"),
+    "config": (config, LIST, "config"),
+    "docs": (docs, LIST, "glossary"),
+    "doctor": (doctor, LIST, "versions"),
 }
-"""The subcommands, in the order of the help."""
+"""The subcommands, in the order of the help: a function, whose signature defines the options and whose docstring is the help, the
+heading under which the help lists it, and its page of `esper docs`."""
 EXAMPLES = """
 esper grow digits --envs 16 --run runs/digits  # 16 networks and their never-grow twins
 esper grow task.py:make_task --set lifecycle.max_seeds=1  # your own data, at most one seed each
@@ -129,10 +118,10 @@ esper doctor  # this machine and this installation
 esper doctor --all  # the longest check of results that must be equal to the bit
 """.strip().splitlines()
 """The examples of their help."""
-for _name, _command in COMMANDS.items():
+for _name, (_run_command, _group, _page) in COMMANDS.items():
     _examples = [f"  {line}" for line in EXAMPLES if line.split()[1] == _name]
-    _epilog = "\n\n".join(["Examples:", *_examples, f"More: `esper docs {_command.page}`"])
-    app.command(_name, rich_help_panel=_command.group, epilog=_epilog)(_command.run)
+    _epilog = "\n\n".join(["Examples:", *_examples, f"More: `esper docs {_page}`"])
+    app.command(_name, rich_help_panel=_group, epilog=_epilog)(_run_command)
 for _name in plugins(PLUGIN_COMMANDS):
     try:
         app.command(_name, rich_help_panel=ADDED)(load_plugin(PLUGIN_COMMANDS, _name))

@@ -283,9 +283,9 @@ def test_rows_on_two_devices_are_what_they_are_on_one(tmp_path, monkeypatch, bes
     monkeypatch.setattr(runtime, "multiplies_bfloat16", lambda device: True)
     placed = []
 
-    def make(self, task, part):
-        placed.append((part.config.device, part.config.envs, part.first_env))
-        init(self, task, part)
+    def make(self, task, config, instance, rows, first_env, derive):
+        placed.append((config.device, config.envs, first_env))
+        init(self, task, config, instance, rows, first_env, derive)
 
     init = Shard.__init__
     monkeypatch.setattr(Shard, "__init__", make)

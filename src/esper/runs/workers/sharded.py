@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -177,7 +177,7 @@ class ShardedPopulation:
         found = []
         for own, of in zip(self._envs, self.rows, strict=True):
             update = {"envs": own.stop - own.start, "first_instance": config.first_instance + own.start}
-            found.append([ShardPart(config.model_copy(update=update), instance[own], len(of), own.start, derive)])
+            found.append([config.model_copy(update=update), instance[own], len(of), own.start, derive])
         surveys = self.ask("make", found, kept=True)
         self.skipped = np.zeros(len(self._owner), np.int64)  # (R,) as in `StackedPopulation`
         self._table = HostTable(len(self._owner), len(surveys[0]["shared"]["slots"]), menu_of(task, config))
@@ -486,31 +486,26 @@ def _scattered(parts: Sequence[NDArray[Any]], places: Sequence[Indices]) -> NDAr
 # In the workers.
 
 
-class ShardPart(NamedTuple):
-    """Says what makes a shard in a worker."""
-
-    config: Config  # of the shard alone
-    instance: Indices  # (E,) instances of its environments
-    rows: int  # n
-    first_env: int  # number of its first environment in the whole population
-    derive: Derive | None  # None where the population grows on the task of the run itself
-
-
 class Shard:
     """Carries out commands on one shard: its public methods, and those of its population. Their arguments are of the n rows;
     numbers of rows are below n.
     """
 
-    def __init__(self, task: AnyTask, part: ShardPart) -> None:
-        task = task if part.derive is None else part.derive(task)
-        widenings = widenings_of(task, part.config)
-        check_memory(task, part.config, available_memory(resolve_device(part.config.device)), widenings)
-        self._population = StackedPopulation(task, part.config, part.instance, widenings)
-        self._population.first_env = part.first_env
-        self._rows, self._keepers = part.rows, list[Keeper]()
+    def __init__(
+        self, task: AnyTask, config: Config, instance: Indices, rows: int, first_env: int, derive: Derive | None
+    ) -> None:
+        """config, instance (E,): of the shard alone. rows: n. first_env: number of its first environment in the whole population.
+        derive: None where the population grows on the task of the run itself.
+        """
+        task = task if derive is None else derive(task)
+        widenings = widenings_of(task, config)
+        check_memory(task, config, available_memory(resolve_device(config.device)), widenings)
+        self._population = StackedPopulation(task, config, instance, widenings)
+        self._population.first_env = first_env
+        self._rows, self._keepers = rows, list[Keeper]()
         self._copy = StateCopy()
-        self._ghosts = len(self._population.environment) - part.rows
-        self._every = np.append(np.arange(part.rows), np.zeros(self._ghosts, np.int64))  # a ghost is a copy of row 0
+        self._ghosts = len(self._population.environment) - rows
+        self._every = np.append(np.arange(rows), np.zeros(self._ghosts, np.int64))  # a ghost is a copy of row 0
 
     def survey(self) -> Tree:
         """Return the constants of the rows, and their fresh examples."""
@@ -636,10 +631,10 @@ class ShardWorker:
             give_sign(observers)
             population, name, value = command["population"], command["name"], None
             if name == "make":
-                made: ShardPart = command["arguments"][0]
+                config, *others = command["arguments"]
                 if self._device is not None:
-                    made = made._replace(config=made.config.model_copy(update={"device": self._device}))
-                shard = self._shards[population] = Shard(self._task, made)
+                    config = config.model_copy(update={"device": self._device})
+                shard = self._shards[population] = Shard(self._task, config, *others)
                 value = shard.survey()
             elif name != "close":
                 value = self._shards[population].carry_out(name, command["arguments"])
