@@ -25,15 +25,7 @@ from esper.kasmina.host import SegmentedHost, dtype_of
 from esper.kasmina.network.export import TOPOLOGY, check_size, load_network, read_topology
 from esper.kasmina.network.grown_network import GrownNetwork
 from esper.kasmina.stack.invariance import blends_that_vary, segments_that_vary
-from esper.leyline.config.arguments import (
-    check_callable,
-    check_choice,
-    check_outputs,
-    check_settings,
-    check_switch,
-    check_task,
-    to_path,
-)
+from esper.leyline.config import arguments
 from esper.leyline.config.tree import BASELINES, Config, RewardConfig, build_config, parse_setting
 from esper.leyline.data.batches import picked
 from esper.leyline.data.task import AnyTask, Mixture, Task, with_steps
@@ -112,16 +104,16 @@ def grow(
     """
     hired = worker_options(workers, devices, None, get_task)
     task = to_task(task)
-    check_outputs(outputs)
-    check_switch(overwrite, "overwrite")
-    folder = None if run is None else to_path(run, "run")
-    check_choice(on_interrupt, "on_interrupt", ("raise", "return"))
+    arguments.check_outputs(outputs)
+    arguments.check_switch(overwrite, "overwrite")
+    folder = None if run is None else arguments.to_path(run, "run")
+    arguments.check_choice(on_interrupt, "on_interrupt", ("raise", "return"))
     if isinstance(config, Config):
         found = find_controller(config.controller if controller is None else controller)
         config = with_steps(config.model_copy(update={"task": task.name, "controller": found.name}), task)
     else:
         asked = {} if config is None else config
-        check_settings(asked, [task])
+        arguments.check_settings(asked, [task])
         config, found = growth_config(task, asked, controller=controller)
     client = found.make(config)
     with growth_progress(progress, config.steps, task.objective.metric) as watch:
@@ -156,18 +148,20 @@ def train(
     With `workers`, that many processes play the environments, and with `devices`, such as ("cuda:0", "cuda:1"), one on each;
     `cluster` is "ray", a "ray://" address, or "torchrun" (`esper docs workers`). Results do not depend on the number of workers.
     """
-    check_outputs(outputs)
+    arguments.check_outputs(outputs)
     hired = worker_options(workers, devices, cluster, get_task)
     chosen = [to_task(task) for task in (tasks if isinstance(tasks, list | tuple) else [tasks])]
-    check_switch(overwrite, "overwrite")
+    arguments.check_switch(overwrite, "overwrite")
     if isinstance(reward, str):
         reward = load_reward(reward)
-    check_callable(reward, "reward", "a function from a RewardConfig to what pays the controller, or path.py:function")
-    check_choice(on_interrupt, "on_interrupt", ("raise", "return"))
-    folder = None if run is None else to_path(run, "run")
+    arguments.check_callable(
+        reward, "reward", "a function from a RewardConfig to what pays the controller, or path.py:function"
+    )
+    arguments.check_choice(on_interrupt, "on_interrupt", ("raise", "return"))
+    folder = None if run is None else arguments.to_path(run, "run")
     asked = {} if config is None else config
     if chosen:
-        check_settings(asked, chosen)
+        arguments.check_settings(asked, chosen)
     configs = training_configs(chosen, preset, asked)
     with training_progress(progress) as watch:
         summary = train_run(
@@ -229,9 +223,9 @@ def resume(
     now on. `workers`, `devices` and `cluster` are as in `train`, and may differ from those that the run had before; a
     growth has no `cluster`.
     """
-    check_choice(on_interrupt, "on_interrupt", ("raise", "return"))
-    check_outputs(outputs)
-    folder, asked = to_path(run, "run"), worker_options(workers, devices, cluster, get_task)
+    arguments.check_choice(on_interrupt, "on_interrupt", ("raise", "return"))
+    arguments.check_outputs(outputs)
+    folder, asked = arguments.to_path(run, "run"), worker_options(workers, devices, cluster, get_task)
     summary = go_on(folder, task, controller, reward, _as_settings(settings), other_data, progress, outputs, asked)
     return end_of(summary, folder, on_interrupt)
 
@@ -328,7 +322,7 @@ def evaluate(
     asked = worker_options(workers, devices, cluster, get_task)
     say = (None if asked.is_rank else evaluation_progress(progress)) or unheard
     layers = [*map(parse_setting, _as_settings(settings)), *({"device": device} for device in asked.devices[:1])]
-    path = None if out is None or asked.is_rank else to_path(out, "out")
+    path = None if out is None or asked.is_rank else arguments.to_path(out, "out")
     with ExitStack() as stack:
         grown = None
         if path is not None:
@@ -445,7 +439,7 @@ def names_of(summary: Mapping[str, Any]) -> list[str]:
 def to_task(task: Any) -> AnyTask:
     """Return the task itself, or the task of a name. InputError if it is neither."""
     found = get_task(task) if isinstance(task, str) else task
-    check_task(found)
+    arguments.check_task(found)
     assert isinstance(found, Task | Mixture)
     return found
 
@@ -460,9 +454,9 @@ def load(folder: str | PathLike[str], host: Callable[[], nn.Module] | None = Non
     `host` is the factory of the host that the task was made with; None for hosts of Esper's own tasks. Nothing in the folder is
     executed. Raises InputError if a file is missing or damaged, or does not fit the host.
     """
-    path = to_path(folder, "folder")
+    path = arguments.to_path(folder, "folder")
     if host is not None:
-        check_callable(host, "host", "the function that makes the host")
+        arguments.check_callable(host, "host", "the function that makes the host")
     if is_run(path):
         path = _best(path)
     topology = read_topology(path)
@@ -512,7 +506,7 @@ def check_rows(task: AnyTask) -> dict[str, str]:
     difference shows. An empty dict means that every environment is bitwise the same in any population on the CPU of this
     machine. The check runs stacks of one to five rows and a few batch sizes, and may miss other differences.
     """
-    check_task(task)
+    arguments.check_task(task)
     instance = task.instance(task.keys("training").start)
     with drawn_with(0):
         host = task.largest()

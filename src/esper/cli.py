@@ -19,21 +19,8 @@ from esper.commands.options import fail, say, spread_devices
 from esper.commands.running import grow, resume, train
 from esper.commands.viewing import compare, report, serve, watch
 from esper.karn.streams import lost_output, plug_closed_streams, steady_output
+from esper.leyline import errors
 from esper.leyline.distribution import DISTRIBUTION, installed_version, warn_of_conflict
-from esper.leyline.errors import (
-    DataFault,
-    DataWarning,
-    InputError,
-    LearningError,
-    OutOfMemory,
-    RunWarning,
-    UserCodeError,
-    WorkerError,
-    is_out_of_memory,
-    raised_in_user_code,
-    requested_memory,
-    user_traceback,
-)
 from esper.leyline.plugins import COMMANDS as PLUGIN_COMMANDS
 from esper.leyline.plugins import load_plugin, plugins
 from esper.store.disk import DiskFull, Unwritable
@@ -125,7 +112,7 @@ for _name, (_run_command, _group, _page) in COMMANDS.items():
 for _name in plugins(PLUGIN_COMMANDS):
     try:
         app.command(_name, rich_help_panel=ADDED)(load_plugin(PLUGIN_COMMANDS, _name))
-    except InputError as _error:  # one broken package takes no other command away
+    except errors.InputError as _error:  # one broken package takes no other command away
         say(f"warning: the command {_name} is left out: {_error}", err=True)
 
 WRITING = ("grow", "train", "resume", "eval")
@@ -157,27 +144,27 @@ def _run(arguments: Sequence[str] | None) -> None:
             usual = warnings.showwarning
 
             def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
-                if issubclass(category, DataWarning | RunWarning):  # of Esper: a line each
+                if issubclass(category, errors.DataWarning | errors.RunWarning):  # of Esper: a line each
                     say(f"warning: {message}", err=True)
                 else:
                     usual(message, category, *where)
 
             warnings.showwarning = show  # type: ignore[assignment]
             app(spread_devices(sys.argv[1:] if arguments is None else arguments))
-    except InputError as error:
+    except errors.InputError as error:
         fail(error, 2)
-    except UserCodeError as error:
-        typer.echo(user_traceback(error.__cause__ or error), err=True, nl=False)
+    except errors.UserCodeError as error:
+        typer.echo(errors.user_traceback(error.__cause__ or error), err=True, nl=False)
         fail(error, 1)
-    except (OutOfMemory, DataFault, LearningError, DiskFull, Unwritable) as error:
+    except (errors.OutOfMemory, errors.DataFault, errors.LearningError, DiskFull, Unwritable) as error:
         fail(error, 1)
-    except WorkerError as error:
+    except errors.WorkerError as error:
         for note in getattr(error, "__notes__", ()):  # the traceback of the worker, and how the run is resumed
             typer.echo(note, err=True)
         fail(error, 1)
     except Exception as error:  # outside a run, which says more, or of the user's code
-        if raised_in_user_code(error):
-            typer.echo(user_traceback(error), err=True, nl=False)
+        if errors.raised_in_user_code(error):
+            typer.echo(errors.user_traceback(error), err=True, nl=False)
             raise SystemExit(1) from error
         if isinstance(error, OSError):
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or str(error).startswith("cannot write "):
@@ -185,9 +172,9 @@ def _run(arguments: Sequence[str] | None) -> None:
             what = error.filename or "to a disk, such as that of the folder for temporary files (TMPDIR)"
             mend = "make room there, and give the same command again"
             fail(f"cannot write {what}: {os.strerror(error.errno)}; {mend}", 1)
-        if not is_out_of_memory(error):
+        if not errors.is_out_of_memory(error):
             raise
-        asked = requested_memory(error)
+        asked = errors.requested_memory(error)
         fail(f"memory ran out{f': {asked} were asked for' if asked else ''}; free some, or lower envs", 1)
 
 

@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 
 import esper
 from esper.leyline.errors import InputError, WorkerError
-from esper.runs.workers import transports, workers
+from esper.runs.workers import transports
 from esper.runs.workers.workers import Workers
 
 
@@ -74,7 +74,7 @@ def test_an_evaluation_that_torchrun_ends_while_its_ranks_start_leaves_no_lock(s
                 locked.append((tmp_path / "out" / "lock").exists())
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(workers, "TorchrunTransport", Ending)
+    monkeypatch.setattr(transports, "TorchrunTransport", Ending)
     few = {"instances": 2, "seeds": 1, "baselines": (), "settings": {"steps": 1}}
     with pytest.raises(KeyboardInterrupt, match="while the workers were started"):
         esper.evaluate(tasks="iris", **few, out=tmp_path / "out", cluster="torchrun", progress=True)

@@ -10,16 +10,7 @@ from torch import nn
 
 from esper.api import load
 from esper.kasmina.blueprints import count
-from esper.kasmina.network.export import (
-    FILES,
-    MODEL,
-    PROGRAM,
-    TOPOLOGY,
-    check_size,
-    example_of,
-    read_topology,
-    save_network,
-)
+from esper.kasmina.network import export
 from esper.leyline.data.task import AnyTask, Task
 from esper.leyline.errors import InputError, system_in_words
 from esper.leyline.reference import is_reference
@@ -46,7 +37,8 @@ def networks_of(run: Path, env: int | None) -> dict[Path, Path]:
     # left by a process that was killed
     names += [path.name[1:].removesuffix(".old") for path in (run / MODELS).glob(".env-*.old")]
     found = {Path(name): find_folder(run / MODELS / name) for name in sorted(set(names))}
-    sources = {name: path for name, path in found.items() if all((path / part).is_file() for part in (MODEL, TOPOLOGY))}
+    parts = (export.MODEL, export.TOPOLOGY)
+    sources = {name: path for name, path in found.items() if all((path / part).is_file() for part in parts)}
     if not sources:
         raise InputError(f"{run} holds no networks; run it to its end, with --models all or best")
     if env is None:
@@ -92,7 +84,7 @@ def export_networks(
         raise InputError(f"{target} holds other files than networks; name another folder with --out")
     if task is not None and not isinstance(task, Task):
         raise InputError(f"task {task.name} is a mixture, whose hosts are known by name; leave --task out")
-    topologies = {name: read_topology(path) for name, path in sources.items()}
+    topologies = {name: export.read_topology(path) for name, path in sources.items()}
     with system_in_words(f"cannot write to {target}", "name another folder with --out"):
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
@@ -100,7 +92,7 @@ def export_networks(
             for name, path in sources.items():
                 reason = _write(path, new / name, topologies[name], None if task is None else task.host, mend)
                 if reason is not None:
-                    note(f"{target / name} has no {PROGRAM}: {reason}")
+                    note(f"{target / name} has no {export.PROGRAM}: {reason}")
             if target.exists():
                 target.rename(old)
             try:
@@ -117,25 +109,25 @@ def _write(
 ) -> str | None:
     """Write one network. Returns why it has no program; None if it has one."""
     if topology["host"] is None and host is None:
-        check_size(source, topology["parameters"])
-        size = (source / MODEL).stat().st_size
+        export.check_size(source, topology["parameters"])
+        size = (source / export.MODEL).stat().st_size
         if size > _LARGEST_COPIED:
             raise InputError(
-                f"{source / MODEL} holds {size:,} bytes, and without its host a network of at most {_LARGEST_COPIED:,} is "
+                f"{source / export.MODEL} holds {size:,} bytes, and without its host a network of at most {_LARGEST_COPIED:,} is "
                 "exported; give the task that was grown with --task"
             )
-        check_sum(source / MODEL)
-        files = {name: (source / name).read_bytes() for name in (MODEL, TOPOLOGY)}
+        check_sum(source / export.MODEL)
+        files = {name: (source / name).read_bytes() for name in (export.MODEL, export.TOPOLOGY)}
         folder.parent.mkdir(parents=True, exist_ok=True)
         write_folder(folder, {**files, SUMS: sums_of(files)})
         return f"its host is code of your own, which a run folder may not start; {mend}"
     network = load(source, host if topology["host"] is None else None)
     topology["parameters"] = count(network)
-    failure = save_network(folder, network, topology, example_of(source, topology, _LARGEST_INPUT))
+    failure = export.save_network(folder, network, topology, export.example_of(source, topology, _LARGEST_INPUT))
     return None if failure is None else f"torch.export cannot trace the network: {failure}"
 
 
 def _is_network(folder: Path) -> bool:
     """Return whether a folder holds an exported network and nothing else."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    return TOPOLOGY in names and names <= FILES
+    return export.TOPOLOGY in names and names <= export.FILES

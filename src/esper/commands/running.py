@@ -5,34 +5,13 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from esper.commands.options import (
-    PLACE,
-    Cluster,
-    Compile,
-    ConfigFile,
-    Device,
-    Devices,
-    Envs,
-    Epochs,
-    Json,
-    Overwrite,
-    Seed,
-    Settings,
-    Steps,
-    Workers,
-    finish,
-    of_output,
-    of_place,
-    read_layers,
-    split_names,
-    use_one_thread,
-)
+from esper.commands import options
 from esper.commands.viewing import Watched, beside
 from esper.leyline.errors import InputError
 
 
 def grow(
-    task: Annotated[str, Argument(help=f"A task of `esper tasks`, or {PLACE}.")],
+    task: Annotated[str, Argument(help=f"A task of `esper tasks`, or {options.PLACE}.")],
     controller: Annotated[
         str | None,
         Option(
@@ -41,18 +20,20 @@ def grow(
             "default heuristic."
         ),
     ] = None,
-    envs: Envs = None,
-    steps: Steps = None,
-    epochs: Epochs = None,
-    seed: Seed = None,
-    device: Device = None,
-    compile_: Compile = None,
-    run: Annotated[Path | None, of_output(metavar="DIR", help="Run folder; runs/TASK-CONTROLLER-sSEED.")] = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-    json_: Json = False,
-    overwrite: Overwrite = False,
-    models: Annotated[str | None, of_output(metavar="all|best|none", help="Networks to export.")] = None,
+    envs: options.Envs = None,
+    steps: options.Steps = None,
+    epochs: options.Epochs = None,
+    seed: options.Seed = None,
+    device: options.Device = None,
+    compile_: options.Compile = None,
+    run: Annotated[
+        Path | None, options.of_output(metavar="DIR", help="Run folder; runs/TASK-CONTROLLER-sSEED.")
+    ] = None,
+    config_file: options.ConfigFile = None,
+    settings: options.Settings = None,
+    json_: options.Json = False,
+    overwrite: options.Overwrite = False,
+    models: Annotated[str | None, options.of_output(metavar="all|best|none", help="Networks to export.")] = None,
     slots: Annotated[str | None, Option(metavar="NAME,...", help="Slots that may be planted.")] = None,
     baselines: Annotated[
         str | None,
@@ -60,15 +41,15 @@ def grow(
     ] = None,
     twin: Annotated[bool | None, Option("--twin/--no-twin", help="Add or remove the baseline twin.")] = None,
     watch: Watched = False,
-    workers: Workers = None,
-    devices: Devices = None,
+    workers: options.Workers = None,
+    devices: options.Devices = None,
 ) -> None:
     """Grow a population on a task, compare it with static networks (`esper docs baselines`), and export the networks.
 
     Settings are taken from the task, a trained controller, FILE, --set and the other options; a later one of these overrides
     an earlier one.
     """
-    use_one_thread()
+    options.use_one_thread()
     from esper.karn.terminal.progress import growth_progress
     from esper.leyline.reference import is_own_controller
     from esper.runs.configuration import growth_config, load_config_file
@@ -90,10 +71,10 @@ def grow(
             f"--config {config_file} names the controller {code!r}, whose code a file of settings may not start; if you "
             f"trust it, give --controller {code}"
         )
-    options: dict[str, Any] = {"task": task, "controller": controller, "envs": envs, "steps": steps, "epochs": epochs}
-    options |= {"seed": seed, "device": device, "models": models, "slots": split_names(slots)}
-    options |= {"baselines": baselines, "twin": twin, "compile": compile_}
-    layers = read_layers("grow", from_file, settings, options)
+    given: dict[str, Any] = {"task": task, "controller": controller, "envs": envs, "steps": steps, "epochs": epochs}
+    given |= {"seed": seed, "device": device, "models": models, "slots": options.split_names(slots)}
+    given |= {"baselines": baselines, "twin": twin, "compile": compile_}
+    layers = options.read_layers("grow", from_file, settings, given)
     config, found = growth_config(chosen, *layers)
     named = config.controller if is_own_controller(config.controller) else Path(config.controller).stem
     folder = run or Path("runs") / f"{file_name(task)}-{file_name(named)}-s{config.seed}"
@@ -101,13 +82,13 @@ def grow(
     with beside(folder, watch), growth_progress(not watch, config.steps, chosen.objective.metric) as progress:
         opening = Opening(overwrite=overwrite)
         summary = run_population(chosen, config, found.make(config), folder, progress, opening, asked=asked)
-    finish(summary, folder, json_)
+    options.finish(summary, folder, json_)
 
 
 def train(
     tasks: Annotated[
         list[str] | None,
-        Argument(metavar="[TASK]...", help=f"Tasks of `esper tasks`, or {PLACE}; repair.", show_default=False),
+        Argument(metavar="[TASK]...", help=f"Tasks of `esper tasks`, or {options.PLACE}; repair.", show_default=False),
     ] = None,
     preset: Annotated[
         str,
@@ -121,10 +102,10 @@ def train(
         str | None, Option(metavar="N", help="Rounds: one episode of every environment, and one update.")
     ] = None,
     envs: Annotated[str | None, Option(metavar="E", help="Environments of each task.")] = None,
-    steps: Steps = None,
-    epochs: Epochs = None,
-    seed: Seed = None,
-    device: Device = None,
+    steps: options.Steps = None,
+    epochs: options.Epochs = None,
+    seed: options.Seed = None,
+    device: options.Device = None,
     reward: Annotated[
         str | None,
         Option(
@@ -133,23 +114,23 @@ def train(
             "that of the config (the keys reward.*).",
         ),
     ] = None,
-    run: Annotated[Path | None, of_output(metavar="DIR", help="Run folder; runs/train-TASKS-sSEED.")] = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-    json_: Json = False,
-    overwrite: Overwrite = False,
+    run: Annotated[Path | None, options.of_output(metavar="DIR", help="Run folder; runs/train-TASKS-sSEED.")] = None,
+    config_file: options.ConfigFile = None,
+    settings: options.Settings = None,
+    json_: options.Json = False,
+    overwrite: options.Overwrite = False,
     twin: Annotated[bool | None, Option("--twin/--no-twin", help="Train never-grow twins too.")] = None,
     watch: Watched = False,
-    workers: Workers = None,
-    devices: Devices = None,
-    cluster: Cluster = None,
+    workers: options.Workers = None,
+    devices: options.Devices = None,
+    cluster: options.Cluster = None,
 ) -> None:
     """Train a controller by growing populations of hosts; `esper grow TASK --controller DIR` then uses it.
 
     Settings are taken from the task, the defaults of training, the preset, FILE, --set and the other options; a later one of
     these overrides an earlier one.
     """
-    use_one_thread()
+    options.use_one_thread()
     from esper.karn.terminal.progress import training_progress
     from esper.runs.configuration import load_config_file, training_configs
     from esper.runs.folder.resume import Opening
@@ -172,21 +153,21 @@ def train(
         mend = f"not {', '.join(names)}; name the ones you mean"
         raise InputError(f"--config {config_file} is of {', '.join(listed)}, {mend}")
     chosen = [get_task(name) for name in names]
-    options: dict[str, Any] = {"envs": envs, "steps": steps, "epochs": epochs, "seed": seed, "device": device}
-    options |= {"twin": twin, "ppo": None if rounds is None else {"rounds": rounds}}
-    configs = training_configs(chosen, preset, *read_layers("train", from_file, settings, options))
+    given: dict[str, Any] = {"envs": envs, "steps": steps, "epochs": epochs, "seed": seed, "device": device}
+    given |= {"twin": twin, "ppo": None if rounds is None else {"rounds": rounds}}
+    configs = training_configs(chosen, preset, *options.read_layers("train", from_file, settings, given))
     folder = run or Path("runs") / f"train-{'+'.join(map(file_name, names))}-s{configs[0].seed}"
     with beside(folder, watch), training_progress(not watch) as progress:
         opening = Opening(overwrite=overwrite)
         summary = train_controller(chosen, configs, folder, progress, opening, reward=paid, asked=asked)
-    finish(summary, folder, json_)
+    options.finish(summary, folder, json_)
 
 
 def resume(
     run: Annotated[Path, Argument(help="The run folder of `esper grow` or `esper train`.")],
-    tasks: Annotated[list[str] | None, of_place("the run's task", "--task")] = None,
-    controller: Annotated[str | None, of_place("the run's controller")] = None,
-    reward: Annotated[str | None, of_place("the reward of a training")] = None,
+    tasks: Annotated[list[str] | None, options.of_place("the run's task", "--task")] = None,
+    controller: Annotated[str | None, options.of_place("the run's controller")] = None,
+    reward: Annotated[str | None, options.of_place("the reward of a training")] = None,
     settings: Annotated[
         list[str] | None,
         Option("--set", metavar="KEY=VALUE", help="Change a key of the config, on record; may be repeated."),
@@ -194,10 +175,10 @@ def resume(
     other_data: Annotated[
         bool, Option("--other-data", help="Continue although the data differ from the run's, on record.")
     ] = False,
-    json_: Json = False,
-    workers: Workers = None,
-    devices: Devices = None,
-    cluster: Cluster = None,
+    json_: options.Json = False,
+    workers: options.Workers = None,
+    devices: options.Devices = None,
+    cluster: options.Cluster = None,
 ) -> None:
     """Continue a run that was interrupted or killed; it gets the same numbers as without the break (`esper docs checkpoints`).
 
@@ -206,11 +187,11 @@ def resume(
     reward of your own needs --task, --controller or --reward, because a run folder alone may not start code. A controller that
     was a Python object must be given in Python: esper.resume(RUN, controller=...).
     """
-    use_one_thread()
+    options.use_one_thread()
     from esper.api import go_on
     from esper.runs.workers.workers import worker_options
     from esper.tasks.catalog import get_task
 
     asked = worker_options(workers, devices, cluster, get_task)
     summary = go_on(run, tasks or None, controller, reward, settings or (), other_data, True, asked=asked)
-    finish(summary, run, json_)
+    options.finish(summary, run, json_)

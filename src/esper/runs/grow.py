@@ -26,13 +26,7 @@ from esper.leyline.protocols import Controller
 from esper.leyline.text import counted
 from esper.nissa.events import digits
 from esper.nissa.outputs import Output
-from esper.runs.baselines import (
-    BaselineResult,
-    as_record,
-    cut_off,
-    grown_of,
-    train_baselines,
-)
+from esper.runs import baselines
 from esper.runs.explanations import Attempts, explanations, thin_splits, unfinished
 from esper.runs.figures import (
     Status,
@@ -188,17 +182,17 @@ def _close(episode: "Episode", journal: Journal, ending: Interrupt, status: Stat
     host_params, twin, until = engine.population.host_params[envs], None, None
     if config.twin:
         metric, loss = (np.array(figures[f"test_{name}"]["host"], np.float64) for name in (figures["metric"], "loss"))
-        twin = BaselineResult(metric, loss, host_params.copy(), seconds=None)
+        twin = baselines.BaselineResult(metric, loss, host_params.copy(), seconds=None)
     if engine.stopping is not None:
         stopped = engine.stopping.stopped[envs]
         until = np.where(stopped < 0, episode.steps, stopped)
     placed = config.model_copy(update={"device": engine.config.device})  # a run may continue on another device
-    static = train_baselines(
-        task, placed, grown_of(engine), episode.steps, twin, ending, watch.note, until, episode.pool
+    static = baselines.train_baselines(
+        task, placed, baselines.grown_of(engine), episode.steps, twin, ending, watch.note, until, episode.pool
     )
-    if cut_off(static):
+    if baselines.cut_off(static):
         status = "interrupted"
-        watch.answer(f"interrupted: the static networks {', '.join(cut_off(static))} are left out")
+        watch.answer(f"interrupted: the static networks {', '.join(baselines.cut_off(static))} are left out")
 
     # The seeds that grew, by slot; `ended` (E, S) are the seeds after the last step.
     grown = [{seed["slot"]: seed["blueprint"] for seed in topology["seeds"]} for _, topology in networks]
@@ -221,7 +215,7 @@ def _close(episode: "Episode", journal: Journal, ending: Interrupt, status: Stat
         **episode.settings(),
         "status": status,
         **figures,
-        "baselines": {name: as_record(trained, figures["metric"]) for name, trained in static.items()},
+        "baselines": {name: baselines.as_record(trained, figures["metric"]) for name, trained in static.items()},
         "compared": compared_networks(figures["test_objective"]["grown"], static, host_params, config.reward),
         "seeds": {**seeds, "pruned": germinated - kept - left - discarded},
         "grown": grown,

@@ -8,17 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.leyline.lifecycle.view import Floats
-from esper.runs.evaluation.statistics import (
-    CONFIDENCE,
-    DRAWS,
-    Tasks,
-    interquartile_mean,
-    interval,
-    mean,
-    mean_difference,
-    probability_of_improvement,
-    share_of_headroom,
-)
+from esper.runs.evaluation import statistics
 
 Record = dict[str, Any]
 
@@ -83,42 +73,37 @@ def findings(
     named: the rows that are compared with every opponent; all others are compared with the rules and the static networks.
     headroom: the two contenders whose difference counts as 1 in `share_of_headroom`. facts: further entries, by task.
     """
-    alike = len({evaluation.metric for evaluation in evaluations}) == 1
+    alike, tasks = len({evaluation.metric for evaluation in evaluations}) == 1, []
+    for evaluation, own in zip(evaluations, facts or [{}] * len(evaluations), strict=True):
+        problems, runs = evaluation.problems(evaluation.figures.objective[0]).shape
+        task = {
+            "task": evaluation.task,
+            "metric": evaluation.metric,
+            "sampled": evaluation.sampled,
+            "problems": problems,
+            "runs_of_each": runs,
+            "absent": dict(evaluation.absent),
+            "opponents": list(evaluation.opponents),
+            "groups": {name: list(members) for name, members in evaluation.groups.items()},
+            **_estimates([evaluation], named, headroom),
+            "instance_keys": evaluation.instances.tolist(),
+            "runs": {
+                contender: {
+                    name: [[_number(value) for value in row] for row in figure[index].tolist()]
+                    for name, figure in evaluation.figures._asdict().items()
+                }
+                for index, contender in enumerate(evaluation.contenders)
+            },
+        }
+        tasks.append(task | dict(own))
     return {
-        "confidence": CONFIDENCE,
-        "draws": DRAWS,
+        "confidence": statistics.CONFIDENCE,
+        "draws": statistics.DRAWS,
         "rules": list(evaluations[0].rules),
         "baselines": list(static),
         "sized_by": evaluations[0].sized_by,
-        "tasks": [
-            task_record(evaluation, named, headroom) | dict(own)
-            for evaluation, own in zip(evaluations, facts or [{}] * len(evaluations), strict=True)
-        ],
+        "tasks": tasks,
         "together": _estimates(evaluations, named, headroom) if alike and len(evaluations) > 1 else None,
-    }
-
-
-def task_record(evaluation: Evaluation, named: Sequence[str] = (), headroom: tuple[str, str] | None = None) -> Record:
-    """Return the results on one task: estimates, and every run."""
-    problems, runs = evaluation.problems(evaluation.figures.objective[0]).shape
-    return {
-        "task": evaluation.task,
-        "metric": evaluation.metric,
-        "sampled": evaluation.sampled,
-        "problems": problems,
-        "runs_of_each": runs,
-        "absent": dict(evaluation.absent),
-        "opponents": list(evaluation.opponents),
-        "groups": {name: list(members) for name, members in evaluation.groups.items()},
-        **_estimates([evaluation], named, headroom),
-        "instance_keys": evaluation.instances.tolist(),
-        "runs": {
-            contender: {
-                name: [[_number(value) for value in row] for row in figure[index].tolist()]
-                for name, figure in evaluation.figures._asdict().items()
-            }
-            for index, contender in enumerate(evaluation.contenders)
-        },
     }
 
 
@@ -133,10 +118,10 @@ def _estimates(evaluations: Sequence[Evaluation], named: Sequence[str], headroom
         repeats = {name: len(first.groups.get(name, (name,))) for name in names}
         most = max(repeats.values())
         assert set(repeats.values()) <= {1, most}, "trainings of two controllers are not paired"
-        tasks: list[Tasks] = [
+        tasks: list[statistics.Tasks] = [
             [np.tile(each.scores(name, figure), (1, most // repeats[name])) for each in evaluations] for name in names
         ]
-        found = interval(statistic, *tasks, trainings=most)
+        found = statistics.interval(statistic, *tasks, trainings=most)
         return {name: _number(value) for name, value in found._asdict().items()}
 
     controllers = [
@@ -147,12 +132,14 @@ def _estimates(evaluations: Sequence[Evaluation], named: Sequence[str], headroom
             "opponent": name in first.opponents,
             "trainings": len(first.groups.get(name, (name,))),
             "episodes": first.episodes.get(name),
-            "objective": estimate(mean, "objective", name),
-            "objective_iqm": estimate(interquartile_mean, "objective", name),
-            "share_of_headroom": None if spanned is None else estimate(share_of_headroom, "objective", name, *spanned),
-            "metric": estimate(mean, "metric", name),
-            "added_params": estimate(mean, "added_params", name),
-            "kept": estimate(mean, "kept", name),
+            "objective": estimate(statistics.mean, "objective", name),
+            "objective_iqm": estimate(statistics.interquartile_mean, "objective", name),
+            "share_of_headroom": None
+            if spanned is None
+            else estimate(statistics.share_of_headroom, "objective", name, *spanned),
+            "metric": estimate(statistics.mean, "metric", name),
+            "added_params": estimate(statistics.mean, "added_params", name),
+            "kept": estimate(statistics.mean, "kept", name),
             "seconds": round(float(sum(each.scores(name, "seconds").sum() for each in evaluations)), 3),
         }
         for name in rows
@@ -161,8 +148,8 @@ def _estimates(evaluations: Sequence[Evaluation], named: Sequence[str], headroom
         {
             "controller": name,
             "rule": rule,
-            "difference": estimate(mean_difference, "objective", name, rule),
-            "probability": estimate(probability_of_improvement, "objective", name, rule),
+            "difference": estimate(statistics.mean_difference, "objective", name, rule),
+            "probability": estimate(statistics.probability_of_improvement, "objective", name, rule),
         }
         for name in rows
         for rule in rows

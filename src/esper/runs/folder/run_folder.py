@@ -29,26 +29,10 @@ from esper.nissa.rows import CheckpointRow, EnvironmentRow, RunRow
 from esper.runs.folder.environment import CODE, DATA, VERSIONS, Origin, compare_origin, origin_of
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.folder.resume import NEW, Opening, change_config, fitting, take_up
+from esper.store import files
 from esper.store.changes import read_trail, record_origin
 from esper.store.checkpoint import Checkpoint, Checkpoints
 from esper.store.disk import DiskRetry, Retry, unfinished, write_atomic, write_once
-from esper.store.files import (
-    BEST,
-    CHANGES,
-    CHECKPOINTS,
-    CONFIG,
-    CONTROLLER,
-    ENVIRONMENT,
-    EVENTS,
-    MARK,
-    MODELS,
-    NAMES,
-    REPORT,
-    SUMMARY,
-    is_marked,
-    is_run,
-    to_json,
-)
 from esper.store.lock import LOCK, Lock, is_lock
 from esper.store.tensors import StateCopy
 from esper.tolaria.runtime import resolve_device
@@ -56,11 +40,11 @@ from esper.tolaria.runtime import resolve_device
 _OWN = re.compile(
     "|".join(
         (
-            "|".join(map(re.escape, (CONFIG, CHANGES, ENVIRONMENT, SUMMARY, REPORT))),
+            "|".join(map(re.escape, (files.CONFIG, files.CHANGES, files.ENVIRONMENT, files.SUMMARY, files.REPORT))),
             r"events(-(cut|damaged)-\d+)?\.jsonl",
-            rf"{MODELS}/(env-\d+|{BEST})/((model|topology)\.[\w.]+|SHA256SUMS)",
-            rf"{CONTROLLER}/controller\.\w+",
-            rf"{CHECKPOINTS}/(latest|best|step-\d+/state\.\w+)",
+            rf"{files.MODELS}/(env-\d+|{files.BEST})/((model|topology)\.[\w.]+|SHA256SUMS)",
+            rf"{files.CONTROLLER}/controller\.\w+",
+            rf"{files.CHECKPOINTS}/(latest|best|step-\d+/state\.\w+)",
         )
     )
 )
@@ -92,7 +76,7 @@ def list_contents(folder: Path) -> Contents:
         name = intended(top.name)
         if is_lock(top):
             continue
-        if name not in (*NAMES, LOCK) and not _OWN.fullmatch(name):
+        if name not in (*files.NAMES, LOCK) and not _OWN.fullmatch(name):
             found.others.append(top)
             continue
         inside = sorted(top.rglob("*"), reverse=True) if top.is_dir() and not top.is_symlink() else []
@@ -110,24 +94,25 @@ def check_folder(folder: Path, overwrite: bool = False) -> None:
     """Check, without changing anything, that a run can be written to `folder`. Raises InputError if it cannot."""
     try:
         # A process that was killed before it wrote the config leaves a lock or the beginning of the config.
-        content = [path for path in folder.iterdir() if not is_lock(path) and unfinished(path) != CONFIG]
+        content = [path for path in folder.iterdir() if not is_lock(path) and unfinished(path) != files.CONFIG]
     except FileNotFoundError:
         content = []
     except NotADirectoryError:
         raise InputError(f"the run folder {folder} is a file, or lies under one; name a folder") from None
     except OSError as error:
         raise InputError(f"the run folder {folder} cannot be read: {error.strerror}; name another") from None
-    if is_run(folder) and not overwrite:
+    if files.is_run(folder) and not overwrite:
         raise InputError(
             f"{folder} already holds a run; name another (--run, run=), or replace it (--overwrite, overwrite=True)"
         )
-    if content and not is_run(folder):
+    if content and not files.is_run(folder):
         raise InputError(f"{folder} holds other files and no run; name a new or an empty folder (--run, run=)")
     if content:
         stays = f"--overwrite (overwrite=True) leaves {folder} as it is"
-        if not is_marked(folder):
+        if not files.is_marked(folder):
             raise InputError(
-                f"{folder / CONFIG} does not begin as the config of an Esper run, so {stays}; name another folder (--run, run=)"
+                f"{folder / files.CONFIG} does not begin as the config of an Esper run, so {stays}; name another folder "
+                "(--run, run=)"
             )
         if in_the_way := list_contents(folder).in_the_way:
             raise InputError(
@@ -150,12 +135,12 @@ def create_folder(folder: Path, overwrite: bool = False, note: Callable[[str], N
     found = list_contents(folder)
     try:
         for path in found.own:
-            if path != folder / CONFIG:
+            if path != folder / files.CONFIG:
                 path.unlink()
         for path in found.folders:
             if not any(path.iterdir()):
                 path.rmdir()
-        (folder / CONFIG).unlink(missing_ok=True)  # last, because it makes the folder recognisable as a run
+        (folder / files.CONFIG).unlink(missing_ok=True)  # last, because it makes the folder recognisable as a run
     except OSError as error:
         raise _unwritable(error) from None
     if found.others and note is not None:
@@ -231,7 +216,7 @@ class RunFolder:
             names = config.tasks or (config.task,)
             seconds = config.faults.disk_seconds
             self.retry = DiskRetry(seconds, note, path, lambda: interrupt.asked, names, config.controller)
-            kept.append(JsonLines(path / EVENTS, self.retry, note))
+            kept.append(JsonLines(path / files.EVENTS, self.retry, note))
         self.hub = Hub([*kept, *others], config.telemetry.level, raise_steps=config.telemetry.raise_steps)
         self.lock = Lock(path, note) if path is not None else None
         self.store: Checkpoints | None = None
@@ -278,11 +263,11 @@ class RunFolder:
         opening = self.opening
         if not opening.resume:
             check_folder(path, opening.overwrite)
-        if is_run(path) if opening.resume else path.is_dir():
+        if files.is_run(path) if opening.resume else path.is_dir():
             self.retry(lock.path, lock.take)
         if opening.resume:
             self.store, self.found = take_up(path, self.config, opening.change, self.note, self.retry)
-            if self.found is not None or (path / ENVIRONMENT).exists():
+            if self.found is not None or (path / files.ENVIRONMENT).exists():
                 self.differs = compare_origin(path, self.origin, opening.other_data)
         if self.found is not None:
             with fitting(self.found):
@@ -300,12 +285,12 @@ class RunFolder:
             steps, differs, origin = 0 if self.found is None else self.found.number, self.differs, self.origin
             config, change = self.config, self.opening.change
             if change is not None:
-                self.retry(path / CONFIG, lambda: change_config(path, config, change, steps))
+                self.retry(path / files.CONFIG, lambda: change_config(path, config, change, steps))
             if differs is not None:
-                self.retry(path / CHANGES, lambda: record_origin(path, differs, origin._asdict(), steps))
+                self.retry(path / files.CHANGES, lambda: record_origin(path, differs, origin._asdict(), steps))
             if self.opening.resume:
-                self.retry(path / EVENTS, lambda: resume_events(path, self.hub.seq, self.mark, self.note))
-                (path / SUMMARY).unlink(missing_ok=True)
+                self.retry(path / files.EVENTS, lambda: resume_events(path, self.hub.seq, self.mark, self.note))
+                (path / files.SUMMARY).unlink(missing_ok=True)
                 for each in list_contents(path).own:
                     if each.parent == path and unfinished(each) is not None:  # a killed process was writing it
                         each.unlink(missing_ok=True)
@@ -317,12 +302,12 @@ class RunFolder:
                     self.retry(lock.path, lock.take)
                 # checked again, because another run may have used the folder before the lock was taken
                 create_folder(path, self.opening.overwrite, self.note)
-                self._write(path / CONFIG, MARK + dump_config(self.config))
+                self._write(path / files.CONFIG, files.MARK + dump_config(self.config))
                 self.store = Checkpoints(path, self.config.checkpoint, self.retry)
-            if not (path / ENVIRONMENT).exists():  # the process may have been killed before it was written
+            if not (path / files.ENVIRONMENT).exists():  # the process may have been killed before it was written
                 code = {name: known for name, known in origin.versions.items() if is_reference(name)}
                 recorded = {**environment(), DATA: origin.data, **({CODE: code} if code else {})}
-                self._write(path / ENVIRONMENT, to_json(recorded))
+                self._write(path / files.ENVIRONMENT, files.to_json(recorded))
             # changes after the checkpoint: the rows that named them were cut from the events
             entries = [entry for entry in read_trail(path).entries if entry.steps >= steps]
             row.changed = [each for entry in entries for each in (*entry.settings, *entry.noted)]
@@ -345,7 +330,7 @@ class RunFolder:
         self.hub.emit(row)
         self.hub.flush()
         if self.path is not None:
-            self._write(self.path / SUMMARY, to_json(summary))
+            self._write(self.path / files.SUMMARY, files.to_json(summary))
 
     @contextmanager
     def recorded(

@@ -30,29 +30,9 @@ from esper.leyline.lifecycle.streams import Kind, Stream
 from esper.leyline.lifecycle.view import Space, View
 from esper.leyline.text import kind_of
 from esper.runs.explanations import few_examples
+from esper.runs.healing import training
 from esper.runs.healing.healed import Healed, HealingSeed
-from esper.runs.healing.training import (
-    Case,
-    LowRankAdapter,
-    TrainedNetwork,
-    adapters,
-    all_weights,
-    bias_and_scale,
-    distilled,
-    distilled_and_trained,
-    examples_of,
-    head,
-    probe_loss,
-    refit,
-    regrown,
-    revived,
-    settled,
-    split,
-    table,
-    train,
-    trained,
-    usual_loss,
-)
+from esper.runs.healing.training import Case, LowRankAdapter, TrainedNetwork
 from esper.runs.live.growth import Growth
 from esper.tamiyo.rules.baselines import Rule
 from esper.tolaria.live.probe import Loss
@@ -126,7 +106,7 @@ def heal(
     check_integer(batch_size, "batch_size", mend="a whole number of 1 or more")
     check_integer(seed, "seed", 0, f"a whole number of at least 0 and below {2**63}", below=2**63)
     check_weights(model, "the model")
-    parts = split(examples_of(data).like(model), seed)
+    parts = training.split(training.examples_of(data).like(model), seed)
     probed, held = repeated([example_digests(*part) for part in parts])
     if probed or held:
         warn(
@@ -144,7 +124,9 @@ def heal(
         raise InputError(f"{error.found}; give a network with submodules that return {streams} to others") from error
     # Damage is found by comparing the two ends of a segment, which a whole network is not.
     sites = {name: site for name, site in found.items() if site.around}
-    case = settled(Case(host, masks, parts, loss or usual_loss, steps, min(batch_size, len(parts.train)), seed))
+    case = training.settled(
+        Case(host, masks, parts, loss or training.usual_loss, steps, min(batch_size, len(parts.train)), seed)
+    )
     seen = parts.probe.at(slice(512)).x
     places = ranked(host, sites, seen, intact)
 
@@ -157,24 +139,24 @@ def heal(
     grown = [_grown(case, sites, places, budget, rate) for rate in rates("the grown network")]
     best, planted, explained, adapter = min(grown, key=lambda each: each[0].probe)
     room = int(budget * count(host))
-    corrected = None if intact is None else refit(case, intact, room)
+    corrected = None if intact is None else training.refit(case, intact, room)
     # What the damaged network shows by itself ranks places too where the intact one is at hand.
     falls = [sites[place.site].around for place in (places if intact is None else ranked(host, sites, seen, None))]
     within = {"uniform adapters": "", "adapters where damaged": (first := sites[places[0].site].around)}
     if falls[0] != first:
         within["adapters where participation falls"] = falls[0]
     remedies: dict[str, Callable[[float], TrainedNetwork | None]] = {
-        **{name: partial(adapters, case, within=[path], size=room) for name, path in within.items()},
-        "bias and scale": partial(bias_and_scale, case),
-        "head": partial(head, case, size=room),
-        "regrown": partial(regrown, case, size=room, places=falls),
+        **{name: partial(training.adapters, case, within=[path], size=room) for name, path in within.items()},
+        "bias and scale": partial(training.bias_and_scale, case),
+        "head": partial(training.head, case, size=room),
+        "regrown": partial(training.regrown, case, size=room, places=falls),
     }
     if intact is not None:
         remedies["refit and trained"] = partial(further, case, corrected)
-        for name, way in (("distilled", distilled), ("distilled and trained", distilled_and_trained)):
-            remedies[name] = partial(adapters, case, within=[""], size=room, way=partial(way, intact))
-    remedies |= {UNFROZEN[0]: partial(all_weights, case), UNFROZEN[1]: partial(revived, case)}
-    networks = {"nothing": TrainedNetwork(host, probe_loss(host, case), 0, 0.0, 0.0), "grown": best}
+        for name, way in (("distilled", training.distilled), ("distilled and trained", training.distilled_and_trained)):
+            remedies[name] = partial(training.adapters, case, within=[""], size=room, way=partial(way, intact))
+    remedies |= {UNFROZEN[0]: partial(training.all_weights, case), UNFROZEN[1]: partial(training.revived, case)}
+    networks = {"nothing": TrainedNetwork(host, training.probe_loss(host, case), 0, 0.0, 0.0), "grown": best}
     if corrected is not None:
         networks["refit"] = corrected
     for name, remedy in remedies.items():
@@ -182,7 +164,7 @@ def heal(
             networks[name] = min(there, key=lambda each: each.probe)
     within_budget = [name for name, each in networks.items() if each.learned <= room and name not in UNFROZEN]
     best_first = tuple(sorted(within_budget, key=lambda name: networks[name].probe))
-    rows, losses = table(case, networks)
+    rows, losses = training.table(case, networks)
     remarks, y = few_examples({"what was held back for the table": len(parts.held)}), parts.held.y
     reasons = {
         "uniform adapters": "no layer has a weight that LoRA can be added to",
@@ -213,7 +195,7 @@ def further(case: Case, corrected: TrainedNetwork | None, rate: float) -> Traine
     for part in network.modules():
         if isinstance(part, LowRankAdapter):
             part.requires_grad_(True)
-    return trained(network, case, rate)
+    return training.trained(network, case, rate)
 
 
 def _grown(
@@ -247,7 +229,7 @@ def _grown(
     growth.overlap = None  # the examples of all parts were compared before
     space = growth.population.space
     controller.plantings = plan(space, sites, places, budget * count(case.host))
-    train(network, optimizer, case, growth.step, still=True)
+    training.train(network, optimizer, case, growth.step, still=True)
     summary = growth.summary()
     healed = copy.deepcopy(case.host)
     adapter = dict[str, bytes]()
@@ -273,8 +255,8 @@ def _grown(
     removed = [f"{each['blueprint']} at {each['site']} was removed: {each['reason']}" for each in summary["prunes"]]
     seconds = time.perf_counter() - begin
     size = sum(each.parameters for each in planted)
-    trained = TrainedNetwork(healed, probe_loss(healed, case), size, rate, seconds)
-    return trained, planted, [*removed, *growth.summary()["explanations"]], adapter
+    result = TrainedNetwork(healed, training.probe_loss(healed, case), size, rate, seconds)
+    return result, planted, [*removed, *growth.summary()["explanations"]], adapter
 
 
 class InOrder(Rule):

@@ -20,23 +20,12 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from esper.kasmina.blueprints import count, drawn_with
+from esper.kasmina.graft import sharding
 from esper.kasmina.graft.find_sites import check_module
 from esper.kasmina.graft.grafted import copied, undisturbed
 from esper.kasmina.graft.grown import check_tensors
 from esper.kasmina.graft.multiplying import WAYS, Way
 from esper.kasmina.graft.recording import call, floats, tensors
-from esper.kasmina.graft.sharding import (
-    check_sharding,
-    fill,
-    gather_into,
-    gather_on_cpu,
-    hollow,
-    in_parts,
-    is_sharded,
-    like,
-    own_part,
-    reshard,
-)
 from esper.leyline.config.arguments import check_integer, check_switch, is_number, known_as, to_path
 from esper.leyline.errors import GrowthWarning, InputError, in_words, is_out_of_memory, warn
 from esper.leyline.text import counted, kind_of
@@ -240,7 +229,7 @@ class AnytimeGrowth:
                 "the model is wrapped in DistributedDataParallel, which does not follow new parameters; give its .module with "
                 "shared=True, and wrap that anew where growth.step returns True"
             )
-        if isinstance(model, nn.Module) and is_sharded(model):
+        if isinstance(model, nn.Module) and sharding.is_sharded(model):
             raise InputError(_SHARDED.format(type(model).__name__))
         check_growable(model, "AnytimeGrowth")
         check_module(model)
@@ -416,7 +405,7 @@ class AnytimeGrowth:
         self._reshard()
         # Walked once, as in a small network a walk is a twentieth of a step.
         own: list[Tensor] = list(self.model.parameters())
-        if self._shard is None and in_parts(own[0]):
+        if self._shard is None and sharding.in_parts(own[0]):
             raise InputError(_SHARDED.format(type(self.model).__name__))
         now, mine = own[0], next(self.average.parameters())
         if (now.device, now.dtype) != (mine.device, mine.dtype):
@@ -594,7 +583,7 @@ class AnytimeGrowth:
         first = self._ranks.first or self._shard is None
 
         def whole(value: Tensor) -> Tensor | None:
-            gathered = gather_on_cpu(value.detach(), first)
+            gathered = sharding.gather_on_cpu(value.detach(), first)
             return None if gathered is None else gathered.clone()
 
         values = pytree.tree_map_only(Tensor, whole, values)
@@ -674,7 +663,7 @@ class AnytimeGrowth:
             if self._shard is not None:
                 for name, own in itertools.chain(network.named_parameters(), network.named_buffers()):
                     if name in state[part]:
-                        fill(own.detach(), state[part][name])
+                        sharding.fill(own.detach(), state[part][name])
             elif part in state:
                 network.load_state_dict(state[part])
         for optimizer, memory in zip(self._optimizers, state.get("optimizers", ()), strict=False):
@@ -683,7 +672,7 @@ class AnytimeGrowth:
                 optimizer.state[parameter] = placed_moments(moments, parameter)
         vars(self).update(progress)
         if before is not None and self._shard is not None:
-            self._hollow_before = hollow(before)
+            self._hollow_before = sharding.hollow(before)
             self._put_in_parts(before)
         self._before = before
         self._stepped = math.nan
@@ -704,7 +693,7 @@ class AnytimeGrowth:
         """Move the average towards the network, which has these parameters."""
         mine: list[Tensor] = list(self.average.parameters())
         if self._shard is not None:
-            mine, own = [own_part(each) for each in mine], [own_part(each) for each in own]
+            mine, own = [sharding.own_part(each) for each in mine], [sharding.own_part(each) for each in own]
         torch._foreach_lerp_(mine, own, weight)
         for averaged, buffer in zip(self.average.buffers(), self.model.buffers(), strict=True):
             averaged.copy_(buffer)
@@ -808,33 +797,33 @@ class AnytimeGrowth:
         if self._shard is None:
             return copied(network)
         self._reshard()
-        whole = gather_into(self._hollow_before if network is self._before else self._hollow, network)
+        whole = sharding.gather_into(self._hollow_before if network is self._before else self._hollow, network)
         self._ranks.spread(whole.buffers())
         return whole  # type: ignore[return-value]
 
     def _reshard(self) -> None:
         """Let every parameter be the part that the optimizer knows, also behind an evaluation."""
         if self._shard is not None:
-            reshard(self.model)
-            reshard(self.average)
+            sharding.reshard(self.model)
+            sharding.reshard(self.average)
 
     def _put_in_parts(self, network: nn.Module) -> None:
         """Shard a plain network in place. InputError if `shard` does something else."""
         assert self._shard is not None, "there is a function that shards"
         name, result = type(network).__name__, self._shard(network)
-        if not is_sharded(network) or not (result is None or result is network):
+        if not sharding.is_sharded(network) or not (result is None or result is network):
             raise InputError(
                 f"shard leaves the {name} whole, or returns another module; let it call fully_shard on the network that it is "
                 "given, in place, and compile it by its method `compile`"
             )
-        check_sharding(network, self._ranks.size)
+        sharding.check_sharding(network, self._ranks.size)
 
     def _take(self, model: nn.Module, average: nn.Module, same: Sequence[str]) -> None:
         """Shard a plain network and its average, in place, and train them from now on.
 
         same: the parameters that are as they were, of which the optimizer remembers what it did.
         """
-        outgrown, without_values = self.model, hollow(model)
+        outgrown, without_values = self.model, sharding.hollow(model)
         before = dict(outgrown.named_parameters())
         self._put_in_parts(model)
         self._put_in_parts(average)
@@ -1011,7 +1000,7 @@ class AnytimeGrowth:
             with torch.no_grad():
                 for name, own in self.model.named_parameters():  # `average` keeps its own
                     if own.requires_grad and name in drawn:
-                        own.lerp_(like(self._scales[name] * drawn[name], own), self.fresh)
+                        own.lerp_(sharding.like(self._scales[name] * drawn[name], own), self.fresh)
         self._loss_before, self._since, self._grown_at = measured, 0, self._compute
         sizes = {"before": before, "parameters": self.parameters, "widths": widths}
         self.growths.append({"step": self.steps, "seen": self.seen, "seed": seed, **sizes, **plan._asdict()})

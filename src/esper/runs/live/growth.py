@@ -38,15 +38,8 @@ from esper.leyline.lifecycle.view import MISSING, Space, View, sensor
 from esper.leyline.protocols import Controller
 from esper.leyline.text import counted, kind_of
 from esper.runs.explanations import Attempts, explanations, few_examples, nothing_left, unfinished
+from esper.runs.live import growth_state
 from esper.runs.live.anytime import AnytimeGrowth
-from esper.runs.live.growth_state import (
-    check_made_with,
-    check_whole,
-    loaded_tree,
-    made_with,
-    saved_tree,
-    signed,
-)
 from esper.runs.verdict import verdict_of_loop
 from esper.tamiyo.catalog import find_controller, with_sensors
 from esper.tolaria.engine import Engine
@@ -298,7 +291,9 @@ class Growth:
             "seed": seed,
             "mode": mode,
         }
-        self._made_with = ranks.from_first(made_with(population, (controller, self.controller), config, arguments))
+        self._made_with = ranks.from_first(
+            growth_state.made_with(population, (controller, self.controller), config, arguments)
+        )
         self.engine = Engine(population, config)
         self.engine.reset()
         self.engine.seed_history.most = LISTED
@@ -702,8 +697,8 @@ class Growth:
             "controller": self.controller.state(),
         }
         first = population.ranks.first or not population.ranks.together
-        saved: dict[str, Any] = saved_tree(tree, first)
-        return signed(saved) if first else {}
+        saved: dict[str, Any] = growth_state.saved_tree(tree, first)
+        return growth_state.signed(saved) if first else {}
 
     def load_state_dict(self, state: Mapping[str, Any], *, changed: Sequence[str] = ()) -> None:
         """Go on from what `state_dict` gave, with a model, an optimizer, schedulers and arguments made as they were then.
@@ -715,10 +710,10 @@ class Growth:
         """
         if self.finished:
             raise InputError("the network is finished; make another esper.Growth to load a saved state into")
-        check_whole(state)
+        growth_state.check_whole(state)
         saved = state["made_with"]
-        check_made_with(saved, self._made_with, changed)
-        tree: dict[str, Any] = loaded_tree(state)
+        growth_state.check_made_with(saved, self._made_with, changed)
+        tree: dict[str, Any] = growth_state.loaded_tree(state)
         population, controller = self.population, self.controller
         averages = population.grafts.averages
         if len(averages) != len(tree["averages"]):

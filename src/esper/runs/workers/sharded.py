@@ -49,18 +49,8 @@ from esper.tolaria.population import (
     row_environments,
 )
 from esper.tolaria.runtime import PhaseTimer, Waits, available_memory, resolve_device
+from esper.tolaria.stacked import population as stacked
 from esper.tolaria.stacked.optimizer import SCALE, TRACKER
-from esper.tolaria.stacked.population import (
-    StackedPopulation,
-    body_of,
-    check_memory,
-    instance_keys,
-    label_of,
-    menu_of,
-    needs_ghost,
-    space_of,
-    widenings_of,
-)
 
 Derive = Callable[[AnyTask], AnyTask]
 """From the task of a run to that of one of its populations, such as static networks."""
@@ -113,7 +103,7 @@ class ShardedEngine(TaskEngine["ShardedPopulation"]):
         Raises InputError if the task, the config and the devices do not fit together.
         """
         task, config = task.sealed(), with_steps(config, task)
-        keys = instance_keys(task, config) if instance is None else instance
+        keys = stacked.instance_keys(task, config) if instance is None else instance
         super().__init__(ShardedPopulation(pool, task, config, keys, derive), config)
         # the phases are those of this process, which waits for the workers
         self.timer = PhaseTimer(torch.device("cpu"), self.population.label)
@@ -153,9 +143,9 @@ class ShardedPopulation:
         self, pool: ShardPool, task: AnyTask, config: Config, instance: Indices, derive: Derive | None
     ) -> None:
         self._pool, self.task, self.config = pool, task, config
-        self.device, self.label = resolve_device(config.device), label_of(config)
-        self.environment = row_environments(config, ghost=needs_ghost(task, config))
-        self.widenings, self.widened = widenings_of(task, config), 0
+        self.device, self.label = resolve_device(config.device), stacked.label_of(config)
+        self.environment = row_environments(config, ghost=stacked.needs_ghost(task, config))
+        self.widenings, self.widened = stacked.widenings_of(task, config), 0
         self._number, self._keepers = next(self._numbers), 0
         workers = min(pool.size, config.envs)
         ends = [config.envs * at // workers for at in range(workers + 1)]
@@ -180,7 +170,7 @@ class ShardedPopulation:
             found.append([config.model_copy(update=update), instance[own], len(of), own.start, derive])
         surveys = self.ask("make", found, kept=True)
         self.skipped = np.zeros(len(self._owner), np.int64)  # (R,) as in `StackedPopulation`
-        self._table = HostTable(len(self._owner), len(surveys[0]["shared"]["slots"]), menu_of(task, config))
+        self._table = HostTable(len(self._owner), len(surveys[0]["shared"]["slots"]), stacked.menu_of(task, config))
         self.host_params = self._table.host_params
         self._surveyed(surveys)
 
@@ -343,7 +333,7 @@ class ShardedPopulation:
         # the layout of a body depends on its device, as only on a CPU may rows run one after another
         config = self.config if self.device.type == "cpu" else self.config.model_copy(update={"mapping": "vmap"})
         widenings = self.widenings[: self.widened]
-        body = body_of(self.task, config, 1, few, torch.device("cpu"), widenings)
+        body = stacked.body_of(self.task, config, 1, few, torch.device("cpu"), widenings)
         state = picked_body(self.snapshot()["body"], np.array([env]))
         columns = {name: each for name, each in state["host"]["columns"].items() if name not in (SCALE, TRACKER)}
         body.load_state({**state, "host": {**state["host"], "columns": columns}})
@@ -389,10 +379,10 @@ class ShardedPopulation:
         self._table.load_state(
             {name: self._whole([part["table"][name] for part in parts]) for name in parts[0]["table"]}
         )
-        shared, menu = parts[0]["shared"], menu_of(self.task, self.config)
+        shared, menu = parts[0]["shared"], stacked.menu_of(self.task, self.config)
         of_rows = {name: self._whole([part["space"][name] for part in parts]) for name in parts[0]["space"]}
         slots, fits, heads = tuple(shared["slots"]), shared["fits"], shared["heads"]
-        self.space = space_of(self.config, menu, slots=slots, fits=fits, heads=heads, **of_rows)
+        self.space = stacked.space_of(self.config, menu, slots=slots, fits=fits, heads=heads, **of_rows)
         self._scaled, self.reads = bool(parts[0]["scaled"]), bool(parts[0]["reads"])
         fresh = [[part["fresh"][of] for of in part["fresh_of"]] for part in parts]
         self._fresh = [fresh[at][row] for at, row in zip(self._owner.tolist(), self._place.tolist(), strict=True)]
@@ -498,9 +488,9 @@ class Shard:
         derive: None where the population grows on the task of the run itself.
         """
         task = task if derive is None else derive(task)
-        widenings = widenings_of(task, config)
-        check_memory(task, config, available_memory(resolve_device(config.device)), widenings)
-        self._population = StackedPopulation(task, config, instance, widenings)
+        widenings = stacked.widenings_of(task, config)
+        stacked.check_memory(task, config, available_memory(resolve_device(config.device)), widenings)
+        self._population = stacked.StackedPopulation(task, config, instance, widenings)
         self._population.first_env = first_env
         self._rows, self._keepers = rows, list[Keeper]()
         self._copy = StateCopy()

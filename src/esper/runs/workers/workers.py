@@ -29,15 +29,7 @@ from esper.leyline.errors import (
 )
 from esper.leyline.text import counted
 from esper.runs.folder.environment import COMPARED, describe_versions, fingerprint
-from esper.runs.workers.transports import (
-    ProcessTransport,
-    RayTransport,
-    TorchrunTransport,
-    connect,
-    pickled,
-    unpickled,
-    world_size,
-)
+from esper.runs.workers import transports
 from esper.simic.exchange import Exchange, ExchangeError
 from esper.store.background import Background
 from esper.store.tensors import Tree, pack, unpack
@@ -68,7 +60,7 @@ class Workers:
 
     def __init__(
         self,
-        transport: ProcessTransport | RayTransport,
+        transport: transports.ProcessTransport | transports.RayTransport,
         note: Callable[[str], None],
         check: Callable[[Any], None] = lambda ready: None,
         mend: str = "give fewer workers",
@@ -251,7 +243,7 @@ class ShardPool(Workers):
             self._later[worker].append({"population": population, "name": "close", "arguments": [], "kept": False})
 
     def _send(self, worker: int, commands: Sequence[Tree]) -> None:
-        content = np.frombuffer(pickled(list(commands), "a command of the run"), np.uint8)
+        content = np.frombuffer(transports.pickled(list(commands), "a command of the run"), np.uint8)
         self._busy.add(worker)
         self.transport.send(worker, pack({"part": {"commands": content}}))
 
@@ -303,7 +295,7 @@ class Peers(Workers):
             given = {**part, "meeting": meeting, "owners": list(owners), "rank": rank, "size": self.size}
             self.transport.send(rank, pack({"part": given}))
         thread = Background()  # because a worker that is lost before it has come would be waited for
-        found = thread.submit(partial(connect, meeting, owners, 0, self.size, gpu, store))
+        found = thread.submit(partial(transports.connect, meeting, owners, 0, self.size, gpu, store))
         thread.close(lambda: None)
         while True:
             with suppress(TimeoutError):
@@ -409,7 +401,7 @@ class WorkerOptions(NamedTuple):
     @property
     def size(self) -> int:
         if self.cluster == "torchrun":
-            return world_size()
+            return transports.world_size()
         return self.workers if self.workers is not None else max(len(self.devices), 1)
 
 
@@ -456,9 +448,9 @@ def worker_options(
                 "cluster is torchrun, but torchrun did not start this process; give torchrun --nproc-per-node N -m -- "
                 "esper train|eval ... --cluster torchrun"
             )
-        if count is not None and count != world_size():
+        if count is not None and count != transports.world_size():
             raise InputError(
-                f"workers is {count}, but torchrun started {world_size()} ranks, each a worker; leave workers out"
+                f"workers is {count}, but torchrun started {transports.world_size()} ranks, each a worker; leave workers out"
             )
     return WorkerOptions(count, names, cluster, find)
 
@@ -481,13 +473,13 @@ def start_workers(
     """
     devices: Sequence[str | None] = asked.devices or (None,)
     numbers = range(kind.first, asked.size)
-    transport: ProcessTransport | RayTransport
+    transport: transports.ProcessTransport | transports.RayTransport
     if asked.cluster is None:
-        transport = ProcessTransport(numbers, work, devices)
+        transport = transports.ProcessTransport(numbers, work, devices)
     elif asked.cluster == "torchrun":
-        transport = TorchrunTransport(numbers, work, devices, again)
+        transport = transports.TorchrunTransport(numbers, work, devices, again)
     else:
-        transport = RayTransport(numbers, work, devices, None if asked.cluster == "ray" else asked.cluster)
+        transport = transports.RayTransport(numbers, work, devices, None if asked.cluster == "ray" else asked.cluster)
     return kind(transport, note, partial(check_facts, facts), mend, stop)
 
 
@@ -505,7 +497,7 @@ class SentTask(NamedTuple):
         given = task.sealed() if sealed else task
         mend = "define its host and its functions at the top of a module, or name the task as path.py:function"
         try:
-            return cls(task.name, pickled(given, f"the task {task.name!r}", mend))
+            return cls(task.name, transports.pickled(given, f"the task {task.name!r}", mend))
         except InputError:
             with suppress(InputError):
                 if find is not None:
@@ -520,7 +512,7 @@ class SentTask(NamedTuple):
             made = self.find(self.name)
             return made.sealed() if self.sealed else made
         mend = "define it in a file that can be imported, or name it as path.py:function"
-        task: AnyTask = unpickled(self.content, f"the task {self.name!r}", mend)
+        task: AnyTask = transports.unpickled(self.content, f"the task {self.name!r}", mend)
         return task
 
 
