@@ -41,16 +41,7 @@ from esper.runs.evaluation.contenders import Contender, of_object, trainings, un
 from esper.runs.evaluation.evaluation import FIGURE, ROOT, Rivals, evaluation_folder, run_evaluation
 from esper.runs.evaluation.work import disk_retry
 from esper.runs.folder.interrupt import ended_by_signals
-from esper.runs.folder.resume import (
-    ConfigChange,
-    Opening,
-    changed,
-    cohort_configs,
-    finished,
-    is_training,
-    read_config,
-    reward_of,
-)
+from esper.runs.folder.resume import Opening, changed, cohort_configs, finished, is_training, read_config, reward_of
 from esper.runs.grow import grow as grow_run
 from esper.runs.training.train import train as train_run
 from esper.runs.workers.transports import WORKER
@@ -244,14 +235,15 @@ def go_on(
     """Continue a run and return its summary. Arguments are as in `resume`; `settings` are in the form of `--set`."""
     before = read_config(folder)
     config = changed(before, settings) if settings else before
-    change = None if config == before else ConfigChange(before, tuple(settings))
-    known = finished(folder) if change is None else None
+    known = finished(folder) if config == before else None
     if known is not None and can_print(known, is_training(config)):  # a damaged summary is computed again
         wrong = check_events(folder) if config.telemetry.level != "off" else None
         if wrong is not None:
             warn(wrong, RunWarning)
         return known
-    opening = Opening(resume=True, change=change, other_data=other_data)
+    opening = Opening(resume=True, other_data=other_data)
+    if config != before:
+        opening = opening._replace(before=before, settings=tuple(settings))
     given = [] if task is None else [task] if isinstance(task, Task | Mixture | str) else list(task)
     if is_training(config):
         if controller is not None:

@@ -14,7 +14,6 @@ from esper.nissa.rows import RunRow
 from esper.runs.configuration import training_configs
 from esper.runs.folder.resume import (
     FIXED,
-    ConfigChange,
     Opening,
     change_config,
     changed,
@@ -45,7 +44,7 @@ def set_(folder, *settings, after=None):
     """As `esper resume --set` does."""
     before = read_config(folder)
     config = changed(before, settings)
-    return run(folder, config, after, opening=Opening(resume=True, change=ConfigChange(before, settings)))
+    return run(folder, config, after, opening=Opening(resume=True, before=before, settings=settings))
 
 
 def content(folder):
@@ -226,9 +225,7 @@ def test_a_crash_between_any_two_system_calls_leaves_the_run_with_one_config_or_
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(start, folder)
 
-    for _ in at_every_call(
-        monkeypatch, prepare, lambda: change_config(folder, config, ConfigChange(before, ("steps=7",)), 5)
-    ):
+    for _ in at_every_call(monkeypatch, prepare, lambda: change_config(folder, config, ("steps=7",), 5)):
         found.append(read_config(folder).steps)
         assert read_trail(folder).run == identity
         assert Checkpoints(folder, config.checkpoint).read(found.append).number == 5
@@ -253,7 +250,7 @@ def lengthened(tasks, folder, *settings):
     # the objective may be another one than that under which Ctrl-C was pressed
     before = read_config(folder)
     config = changed(before, settings)
-    opening = Opening(resume=True, change=ConfigChange(before, settings), other_data=True)
+    opening = Opening(resume=True, before=before, settings=settings, other_data=True)
     return train(tasks, cohort_configs(config), folder, opening=opening)
 
 

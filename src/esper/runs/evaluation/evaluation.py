@@ -24,16 +24,7 @@ from esper.leyline.lifecycle.view import Outcome
 from esper.leyline.progress import Pace
 from esper.leyline.text import counted
 from esper.runs.baselines import GrowthResult, grown_of, train_baseline
-from esper.runs.evaluation.contenders import (
-    ROWS,
-    RULES,
-    Contender,
-    Say,
-    contender_config,
-    grow_contender,
-    named,
-    unheard,
-)
+from esper.runs.evaluation.contenders import ROWS, RULES, Contender, contender_config, grow_contender, named, unheard
 from esper.runs.evaluation.record import Evaluation, Record, RecordedFigures, findings
 from esper.runs.evaluation.work import Arrays, EvaluationPart, References, Runner, evaluation_work, hired
 from esper.runs.figures import exported_objective, objective_of, test_splits
@@ -264,7 +255,7 @@ def run_evaluation(
     settings: Sequence[Mapping[str, Any]] = (),
     baselines: Sequence[str] = BASELINES,
     folder: Path | None = None,
-    watch: Say = unheard,
+    watch: Callable[[str], None] = unheard,
     workers: WorkerOptions = ALONE,
     rivals: Rivals | None = None,
 ) -> Record:

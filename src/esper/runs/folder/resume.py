@@ -92,19 +92,13 @@ FIXED = (
 """Keys that cannot change when a run is resumed."""
 
 
-class ConfigChange(NamedTuple):
-    """Describes a change of the config of a run that is resumed."""
-
-    before: Config  # the config in the folder
-    settings: tuple[str, ...]  # the settings, KEY=VALUE
-
-
 class Opening(NamedTuple):
     """Says how a run takes its folder: by default as a new one, which must not hold a run."""
 
     overwrite: bool = False  # whether to replace the run in the folder
     resume: bool = False  # whether to continue the run in the folder from its last checkpoint
-    change: ConfigChange | None = None  # a change of the config of the run that continues
+    before: Config | None = None  # the config in the folder, where the run continues with another one
+    settings: tuple[str, ...] = ()  # what changes that config, KEY=VALUE
     other_data: bool = False  # whether the run may continue with other data than it began with
 
 
@@ -151,16 +145,16 @@ def finished(folder: Path) -> dict[str, Any] | None:
 
 
 def take_up(
-    folder: Path, config: Config, change: ConfigChange | None, note: Callable[[str], None], retry: Retry
+    folder: Path, config: Config, before: Config | None, note: Callable[[str], None], retry: Retry
 ) -> tuple[Checkpoints, Checkpoint | None]:
-    """Return the checkpoints of a run, and the one to continue from; None if there is none."""
-    if read_config(folder) != (config if change is None else change.before):
+    """Return the checkpoints of a run, and the one to continue from; None if there is none. before: as in `Opening`."""
+    if read_config(folder) != (config if before is None else before):
         raise InputError(
             f"{folder / CONFIG} differs from the config of this run; resume the run with the config that the file holds"
         )
     store = Checkpoints(folder, config.checkpoint, retry)
     found = store.read(note)
-    if found is None and change is not None and finished(folder) is not None:
+    if found is None and before is not None and finished(folder) is not None:
         raise InputError(f"{folder} holds a finished run and no checkpoint from which it could go on; start a new run")
     note(f"going on after step {found.number}" if found else "no complete checkpoint: starting again from config.yaml")
     return store, found
@@ -180,9 +174,9 @@ def fitting(found: Checkpoint) -> Iterator[None]:
         ) from None
 
 
-def change_config(folder: Path, config: Config, change: ConfigChange, steps: int) -> None:
+def change_config(folder: Path, config: Config, settings: Sequence[str], steps: int) -> None:
     """Replace the config of a run and record the change. A crash leaves either the old or the new config."""
     (folder / SUMMARY).unlink(missing_ok=True)  # with the new config, the run is not finished
     text = MARK + dump_config(config)
-    record_change(folder, text, change.settings, steps)
+    record_change(folder, text, settings, steps)
     write_atomic(folder / CONFIG, text)

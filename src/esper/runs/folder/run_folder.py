@@ -266,7 +266,7 @@ class RunFolder:
         if files.is_run(path) if opening.resume else path.is_dir():
             self.retry(lock.path, lock.take)
         if opening.resume:
-            self.store, self.found = take_up(path, self.config, opening.change, self.note, self.retry)
+            self.store, self.found = take_up(path, self.config, opening.before, self.note, self.retry)
             if self.found is not None or (path / files.ENVIRONMENT).exists():
                 self.differs = compare_origin(path, self.origin, opening.other_data)
         if self.found is not None:
@@ -283,9 +283,9 @@ class RunFolder:
         if self.path is not None and self.lock is not None:
             path, lock = self.path, self.lock
             steps, differs, origin = 0 if self.found is None else self.found.number, self.differs, self.origin
-            config, change = self.config, self.opening.change
-            if change is not None:
-                self.retry(path / files.CONFIG, lambda: change_config(path, config, change, steps))
+            config, settings = self.config, self.opening.settings
+            if self.opening.before is not None:
+                self.retry(path / files.CONFIG, lambda: change_config(path, config, settings, steps))
             if differs is not None:
                 self.retry(path / files.CHANGES, lambda: record_origin(path, differs, origin._asdict(), steps))
             if self.opening.resume:
