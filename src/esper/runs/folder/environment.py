@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,21 +83,16 @@ def describe_versions(names: Sequence[str] = VERSIONS) -> dict[str, str | None]:
     return {name: found[name] for name in names}
 
 
-class Origin(NamedTuple):
-    """Holds the quantities on which the numbers of a run depend, in addition to its config and its seed."""
+def origin_of(tasks: Sequence[AnyTask], controller: str) -> dict[str, dict[str, Any]]:
+    """Return on what the numbers of a run in this process depend, in addition to its config and its seed.
 
-    # versions of Esper, torch, numpy and Python, and for each function of the user's own that the config
-    # refers to, the digest of its file
-    versions: dict[str, str | None]
-    data: dict[str, Fingerprint]  # fingerprints of the tasks by name
-
-
-def origin_of(tasks: Sequence[AnyTask], controller: str = "") -> Origin:
-    """Return the origin of a run in this process. The fingerprint of a sealed task lacks the test split."""
+    `versions` are those of Esper, torch, numpy and Python, and for each function of the user's own that the config refers to the
+    digest of its file; `data` are the fingerprints of the tasks by name. That of a sealed task lacks the test split.
+    """
     own = own_code(controller)
     references = [*(task.name for task in tasks if is_reference(task.name)), *([] if own is None else [own[1]])]
     code = {name: known for name in references if (known := digest_of(name)) is not None}
-    return Origin({**describe_versions(COMPARED), **code}, {task.name: fingerprint(task) for task in tasks})
+    return {"versions": {**describe_versions(COMPARED), **code}, DATA: {task.name: fingerprint(task) for task in tasks}}
 
 
 def fingerprint(task: AnyTask) -> Fingerprint:
@@ -117,7 +112,7 @@ def fingerprint(task: AnyTask) -> Fingerprint:
     return {name: digest(value) for name, value in values.items() if value is not None or name in _BESIDE}
 
 
-def compare_origin(folder: Path, now: Origin, other_data: bool) -> tuple[str, ...] | None:
+def compare_origin(folder: Path, now: Mapping[str, dict[str, Any]], other_data: bool) -> tuple[str, ...] | None:
     """Compare the recorded origin of a run with the current one, whose data must be the same unless `other_data`.
 
     Returns sentences about the differences, for changes.json and the events, or None if the recorded origin stays in
@@ -139,7 +134,7 @@ def compare_origin(folder: Path, now: Origin, other_data: bool) -> tuple[str, ..
     parts = [[part for layer in layers if isinstance(part := layer.get(name), dict)] for name in ("versions", DATA)]
     versions, data = ({key: value for part in own for key, value in part.items()} for own in parts)
     found = [
-        f"{name} {versions[name]} -> {new}" for name, new in now.versions.items() if versions.get(name, new) != new
+        f"{name} {versions[name]} -> {new}" for name, new in now["versions"].items() if versions.get(name, new) != new
     ]
     if found:
         warn(
@@ -147,7 +142,7 @@ def compare_origin(folder: Path, now: Origin, other_data: bool) -> tuple[str, ..
             "uninterrupted run",
             RunWarning,
         )
-    unknown = sorted(now.data.keys() - data.keys())
+    unknown = sorted(now[DATA].keys() - data.keys())
     if unknown:
         warn(
             f"{folder} holds no fingerprint of the data of {', '.join(unknown)}, as runs of earlier versions do; whether they "
@@ -155,7 +150,7 @@ def compare_origin(folder: Path, now: Origin, other_data: bool) -> tuple[str, ..
             RunWarning,
         )
     words = []
-    for name, fingerprints in now.data.items():
+    for name, fingerprints in now[DATA].items():
         before = data.get(name)
         known_parts = before if isinstance(before, dict) else {}
         # a part that only one of the two contains is not compared

@@ -26,7 +26,7 @@ from esper.nissa.hub import Hub
 from esper.nissa.outputs import Guarded, JsonLines, Output
 from esper.nissa.recovery import Mark, resume_events
 from esper.nissa.rows import CheckpointRow, EnvironmentRow, RunRow
-from esper.runs.folder.environment import CODE, DATA, VERSIONS, Origin, compare_origin, origin_of
+from esper.runs.folder.environment import CODE, DATA, VERSIONS, compare_origin, origin_of
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.folder.resume import NEW, Opening, change_config, fitting, take_up
 from esper.store import files
@@ -222,7 +222,7 @@ class RunFolder:
         self.store: Checkpoints | None = None
         self.found: Checkpoint | None = None
         self.mark: Mark | None = None  # position in the events at the checkpoint that was found
-        self.origin = Origin({}, {}) if path is None else origin_of(tasks, config.controller)
+        self.origin = {} if path is None else origin_of(tasks, config.controller)
         self.differs: tuple[str, ...] | None = None  # sentences, if the origin is not the recorded one
 
     def __enter__(self) -> Self:
@@ -287,7 +287,7 @@ class RunFolder:
             if self.opening.before is not None:
                 self.retry(path / files.CONFIG, lambda: change_config(path, config, settings, steps))
             if differs is not None:
-                self.retry(path / files.CHANGES, lambda: record_origin(path, differs, origin._asdict(), steps))
+                self.retry(path / files.CHANGES, lambda: record_origin(path, differs, origin, steps))
             if self.opening.resume:
                 self.retry(path / files.EVENTS, lambda: resume_events(path, self.hub.seq, self.mark, self.note))
                 (path / files.SUMMARY).unlink(missing_ok=True)
@@ -305,8 +305,8 @@ class RunFolder:
                 self._write(path / files.CONFIG, files.MARK + dump_config(self.config))
                 self.store = Checkpoints(path, self.config.checkpoint, self.retry)
             if not (path / files.ENVIRONMENT).exists():  # the process may have been killed before it was written
-                code = {name: known for name, known in origin.versions.items() if is_reference(name)}
-                recorded = {**environment(), DATA: origin.data, **({CODE: code} if code else {})}
+                code = {name: known for name, known in origin["versions"].items() if is_reference(name)}
+                recorded = {**environment(), DATA: origin[DATA], **({CODE: code} if code else {})}
                 self._write(path / files.ENVIRONMENT, files.to_json(recorded))
             # changes after the checkpoint: the rows that named them were cut from the events
             entries = [entry for entry in read_trail(path).entries if entry.steps >= steps]
