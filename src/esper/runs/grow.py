@@ -26,19 +26,9 @@ from esper.leyline.protocols import Controller
 from esper.leyline.text import counted
 from esper.nissa.events import digits
 from esper.nissa.outputs import Output
-from esper.runs import baselines
+from esper.runs import baselines, figures
 from esper.runs.explanations import Attempts, explanations, thin_splits, unfinished
-from esper.runs.figures import (
-    Status,
-    Summary,
-    compute_figures,
-    evaluation_rows,
-    final_figures,
-    host_sizes,
-    pass_figures,
-    test_splits,
-    widening_figures,
-)
+from esper.runs.figures import Status, Summary
 from esper.runs.folder.environment import describe_environment
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.folder.resume import NEW, Opening, fitting
@@ -118,7 +108,7 @@ def grow(
                 episode = Episode(task, config, client, engine, pool, run, watch, started)
                 journal = Journal(engine, run.hub)
                 # checked now, so that the run does not fail at its end
-                sound_splits(test_splits(engine, task), sealed, config)
+                sound_splits(figures.test_splits(engine, task), sealed, config)
                 episode.begin()
         except OutOfMemory:
             # the folder is made, so that the same run can be started by `esper resume` when there is room
@@ -129,7 +119,7 @@ def grow(
                 raise
         hosts = engine.population.host_params[: config.envs].copy()
         if engine.population.widened:  # in a run that goes on
-            hosts[:] = host_sizes(engine, task)[0]
+            hosts[:] = figures.host_sizes(engine, task)[0]
         row = partial(run_row, config, config.controller, engine.space, hosts)
         run.begin(lambda: describe_environment(engine.device, config), row("running"))
         try:
@@ -171,17 +161,17 @@ def _close(episode: "Episode", journal: Journal, ending: Interrupt, status: Stat
     exported = engine.finish()
     if exported is not None:
         journal.close(exported, ended)
-    figures = final_figures(engine, task, config)
-    for row in evaluation_rows(figures):
+    tested = figures.final_figures(engine, task, config)
+    for row in figures.evaluation_rows(tested):
         run.hub.emit(row)
     networks = [engine.export(env) for env in range(config.envs)]
-    exported_envs, untraced = ([], []) if run.path is None else _write_networks(episode, run.path, networks, figures)
+    exported_envs, untraced = ([], []) if run.path is None else _write_networks(episode, run.path, networks, tested)
     seconds = episode.before + time.perf_counter() - episode.started
 
     # The static networks that the config asks for. The twins are rows of the population, and are trained already.
     host_params, twin, until = engine.population.host_params[envs], None, None
     if config.twin:
-        metric, loss = (np.array(figures[f"test_{name}"]["host"], np.float64) for name in (figures["metric"], "loss"))
+        metric, loss = (np.array(tested[f"test_{name}"]["host"], np.float64) for name in (tested["metric"], "loss"))
         twin = baselines.BaselineResult(metric, loss, host_params.copy(), seconds=None)
     if engine.stopping is not None:
         stopped = engine.stopping.stopped[envs]
@@ -214,20 +204,20 @@ def _close(episode: "Episode", journal: Journal, ending: Interrupt, status: Stat
     summary = {
         **episode.settings(),
         "status": status,
-        **figures,
-        "baselines": {name: baselines.as_record(trained, figures["metric"]) for name, trained in static.items()},
-        "compared": compared_networks(figures["test_objective"]["grown"], static, host_params, config.reward),
+        **tested,
+        "baselines": {name: baselines.as_record(trained, tested["metric"]) for name, trained in static.items()},
+        "compared": compared_networks(tested["test_objective"]["grown"], static, host_params, config.reward),
         "seeds": {**seeds, "pruned": germinated - kept - left - discarded},
         "grown": grown,
         "unfinished": left_out,
-        **widening_figures(engine, task),
+        **figures.widening_figures(engine, task),
         **stopping_figures(engine.stopping, config, episode.steps),
         "exported": exported_envs,
         "untraced": untraced,
         **engine.governor.record.counts(),
         **engine.seed_history.lists,
-        **pass_figures(engine),
-        **compute_figures(engine),
+        **figures.pass_figures(engine),
+        **figures.compute_figures(engine),
         "explanations": explained,
         **({} if episode.pool is None else {"workers": episode.pool.summary()}),
         "seconds": round(seconds, 3),
@@ -367,13 +357,13 @@ class Episode(Observer):
 
 
 def _write_networks(
-    episode: Episode, folder: Path, networks: Sequence[tuple[nn.Module, dict[str, Any]]], figures: Summary
+    episode: Episode, folder: Path, networks: Sequence[tuple[nn.Module, dict[str, Any]]], tested: Summary
 ) -> tuple[list[int], list[int]]:
     """Export the networks that the config asks for, that of the best environment also as `models/best`.
 
     Returns the environments whose networks were written, and those of them that torch.export cannot trace.
     """
-    engine, watch, best = episode.engine, episode.watch, figures["best"]["env"]
+    engine, watch, best = episode.engine, episode.watch, tested["best"]["env"]
     exported: list[int] = {"none": [], "best": [best], "all": list(range(episode.config.envs))}[episode.config.models]
     untraced: list[int] = []
     if exported:
