@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from esper.leyline.config.tree import Config, PPOConfig, RewardConfig
 from esper.leyline.data.task import AnyTask
 from esper.leyline.errors import InputError, LearningError, RolledBack, describe_error
-from esper.leyline.lifecycle.view import View
 from esper.leyline.progress import Progress
 from esper.leyline.protocols import Reward
 from esper.leyline.reference import PAID_BY
@@ -280,30 +279,6 @@ class RoundHistory:
         vars(self).update(deepcopy({name: state[name] for name in _HISTORY}))
 
 
-class Pause(Observer):
-    """Counts the steps of a training, writes checkpoints that are due or end it, and stops it on an interrupt.
-
-    Several workers stop only between rounds, and write no checkpoint within a round. One that is alone and reads examples by
-    batch also copies its state before each step.
-    """
-
-    def __init__(self, trainer: "Trainer", interrupt: Interrupt) -> None:
-        self.trainer, self.interrupt, self.asked = trainer, interrupt, False
-
-    def going(self, view: View) -> bool:
-        trainer = self.trainer
-        self.asked, store = self.interrupt.asked, trainer.store
-        if store is not None and trainer.exchange.size == 1:
-            if store.due(trainer.steps) or self.asked:
-                trainer.save()
-            if trainer.reads:
-                trainer.last.take(trainer.hub, trainer.steps, trainer.whole_state())
-        return not self.asked
-
-    def stepped(self, step: Step) -> None:
-        self.trainer.steps += 1
-
-
 class _KeptRows(list[bytes]):
     """Keeps rows as lines of JSON, as an output."""
 
@@ -322,8 +297,11 @@ class ShownRound(NamedTuple):
     rollouts: dict[int, Rollout]  # those of this worker, by cohort
 
 
-class Trainer:
-    """Trains a learner on its cohorts, and keeps the best round so far. Each worker has one, and all have the same state."""
+class Trainer(Observer):
+    """Trains a learner on its cohorts, and keeps the best round so far. Each worker has one, and all have the same state.
+
+    It follows the episodes of rounds, of which it counts the steps.
+    """
 
     def __init__(
         self,
@@ -525,11 +503,6 @@ class Trainer:
         """Return the state of the run, without that of its hub; the tensors share memory."""
         return {"seconds": time.perf_counter() - self.started, "trainer": self.state()}
 
-    @property
-    def reads(self) -> bool:
-        """Whether the episode that has begun reads its examples by batch."""
-        return self.cohorts[self._unfinished].engine.population.waits is not None
-
     def summary(self, status: Status) -> Summary:
         """Return the settings, the best round, the figures of the last rounds, and the numbers of rollbacks and refusals."""
         config, (worth, number) = self.config, self.best or (None, None)
@@ -630,9 +603,9 @@ class Trainer:
             if place not in self.played:
                 if self.episode is None:
                     self.episode = self.player.open(part)
-                pause = Pause(self, interrupt)
-                self.player.close(part, self.episode, pause, *observers)
-                if pause.asked:  # a checkpoint has been written
+                until = Until(lambda: self._saved(interrupt))
+                self.player.close(part, self.episode, until, self, *observers)
+                if until.stopped:  # a checkpoint has been written
                     raise Stop
                 self.played[place] = self.episode
                 self.episode = None
@@ -647,6 +620,23 @@ class Trainer:
             self.steps = before + sum(cohort.config.steps for cohort in self.cohorts)
             seconds = time.perf_counter() - begin
         return rollouts, seconds
+
+    def stepped(self, step: Step) -> None:
+        self.steps += 1
+
+    def _saved(self, interrupt: Interrupt) -> bool:
+        """Write the checkpoint that is due before a step or ends the training; return whether an interrupt ends it.
+
+        Several workers stop only between rounds, and write no checkpoint within a round. One that is alone and reads examples by
+        batch also copies its state before each step.
+        """
+        asked, store = interrupt.asked, self.store
+        if store is not None and self.exchange.size == 1:
+            if store.due(self.steps) or asked:
+                self.save()
+            if self.cohorts[self._unfinished].engine.population.waits is not None:
+                self.last.take(self.hub, self.steps, self.whole_state())
+        return asked
 
     def _exchanged(self, results: Mapping[int, Any], rows: Mapping[int, bytes]) -> dict[int, Any]:
         """Return the results of all workers by cohort. The first worker, which alone writes events, keeps the rows of all."""
