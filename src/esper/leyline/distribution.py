@@ -29,12 +29,12 @@ EXTRAS = {
 """The modules that each extra of pyproject.toml installs."""
 
 
-def installed_version() -> str | None:
-    """Return the version of the installed distribution; None if Esper runs from its sources."""
+def installed_version(name: str = DISTRIBUTION) -> str | None:
+    """Return the version of an installed distribution; None if it is not, as where Esper runs from its sources."""
     from importlib import metadata  # imported here because it takes 10 ms
 
     try:
-        return metadata.version(DISTRIBUTION)
+        return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +72,8 @@ def describe_environment(device: torch.device, config: Config) -> dict[str, Any]
 
 def describe_versions(names: Sequence[str] = VERSIONS) -> dict[str, str | None]:
     """Return the installed versions by name; None for what is not installed."""
-    found: dict[str, str | None] = {"esper": installed_version(), "python": platform.python_version()}
-    for name in names:
-        if name not in found:
-            try:
-                found[name] = metadata.version(name)
-            except metadata.PackageNotFoundError:
-                found[name] = None
-    return {name: found[name] for name in names}
+    own = {"esper": installed_version(), "python": platform.python_version()}
+    return {name: own[name] if name in own else installed_version(name) for name in names}
 
 
 def origin_of(tasks: Sequence[AnyTask], controller: str) -> dict[str, dict[str, Any]]:
