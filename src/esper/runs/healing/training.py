@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.grafted import undisturbed
 from esper.kasmina.graft.recording import call, floats
+from esper.kasmina.host import dtype_of
 from esper.leyline.data.arrays import numeric_array, real
 from esper.leyline.data.batches import check_lengths, check_pairs
 from esper.leyline.data.keys import Purpose, key, permutations, scalar
@@ -32,7 +33,7 @@ from esper.leyline.errors import InputError, in_words
 from esper.leyline.text import kind_of
 from esper.runs.healing.healed import ComparedNetwork, half_width
 from esper.tolaria.live.missing import ridge
-from esper.tolaria.live.probe import Loss, Probe, Way
+from esper.tolaria.live.probe import Loss, Probe, Way, examples_in
 
 SHARES = {"train": 0.7, "probe": 0.15}
 """Share of the examples that train, and that choose among what was trained; the table is measured on the rest."""
@@ -61,16 +62,14 @@ class HealingExamples(NamedTuple):
     y: Any
 
     def __len__(self) -> int:
-        return next(
-            len(leaf) for leaf in pytree.tree_leaves((self.x, self.y)) if isinstance(leaf, Tensor) and leaf.dim()
-        )
+        return examples_in(self.x, self.y)
 
     def at(self, index: Tensor | slice) -> "HealingExamples":
         return HealingExamples(*pytree.tree_map_only(Tensor, lambda leaf: leaf[index], (self.x, self.y)))
 
     def like(self, network: nn.Module) -> "HealingExamples":
         """Return the examples with floating-point inputs of the dtype of the network's parameters."""
-        dtype = next((own.dtype for own in network.parameters() if own.is_floating_point()), torch.get_default_dtype())
+        dtype = dtype_of(network)
         x = pytree.tree_map_only(Tensor, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, self.x)
         return HealingExamples(x, self.y)
 
