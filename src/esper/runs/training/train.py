@@ -194,8 +194,12 @@ def _rounds(trainer: "Trainer", peers: Peers | None, run: RunFolder, interrupt: 
     while True:
         try:
             if peers is not None and not trainer.begun:
-                trainer.use(peers.join(trainer.sent(), trainer.owners(peers.size), trainer.carrier()))
-            if again := len(trainer.lacking()) + trainer.lacked_by_others():
+                state, shards = trainer.state(), [len(places) for places in by_task(trainer.cohorts)]
+                state["shown"] = [{**shown, "rollouts": []} for shown in state["shown"]]  # no worker sends a rollout
+                trainer.use(peers.join({"state": state}, divide(shards, peers.size), trainer.carrier()))
+            foreign = sum(not trainer.exchange.owns(place) for place in range(len(trainer.cohorts)))
+            lacked = len(trainer.shown) * foreign if trainer.number < 0 else 0  # by the others, which begin with none
+            if again := len(trainer.lacking()) + lacked:
                 watch.note(
                     f"playing {counted(again, 'episode')} of imitation again, whose rollouts another worker had; the "
                     "results stay the same"
@@ -345,10 +349,6 @@ class Trainer(Observer):
         device = self.learner.policy.device
         return torch.device("cuda", device.index or 0) if self.config.ppo.exchange == "nccl" else None
 
-    def owners(self, size: int) -> list[int]:
-        """Return the ranks of the workers that have the shards, of `size` workers."""
-        return divide([len(places) for places in by_task(self.cohorts)], size)
-
     def use(self, exchange: Exchange) -> None:
         """Go on with other workers than before. Rows of events are then kept until those of all shards are known."""
         self.exchange.close()
@@ -359,12 +359,6 @@ class Trainer(Observer):
         for place, cohort in enumerate(self.cohorts):
             if not exchange.owns(place):
                 cohort.release()
-
-    def sent(self) -> dict[str, Any]:
-        """Return what another worker begins with."""
-        state = self.state()
-        state["shown"] = [{**shown, "rollouts": []} for shown in state["shown"]]
-        return {"state": state}
 
     def rounds(self, interrupt: Interrupt, *observers: Observer) -> Iterator[tuple[int, dict[str, float], bool, bool]]:
         """Run the rounds that are left. Yields the number of each, its figures, whether its validation is the best so far, and
@@ -426,14 +420,8 @@ class Trainer(Observer):
         many of them would wait for one that gets all.
         """
         own = [place for place in range(len(self.cohorts)) if self.exchange.owns(place)]
-        return [(shown, place) for shown in self._needed() for place in own if place not in shown.rollouts]
-
-    def lacked_by_others(self) -> int:
-        """Return the number of episodes of imitation that the other workers lack, which begin with none."""
-        return len(self._needed()) * sum(not self.exchange.owns(place) for place in range(len(self.cohorts)))
-
-    def _needed(self) -> Sequence[ShownRound]:
-        return self.shown if self.number < 0 else ()  # learning needs none of them
+        needed = self.shown if self.number < 0 else ()  # learning needs none of them
+        return [(shown, place) for shown in needed for place in own if place not in shown.rollouts]
 
     def _show_again(self, interrupt: Interrupt, observers: Sequence[Observer]) -> None:
         """Play the episodes that are `lacking` again, with the policy that played them and to the same bits. Writes no rows."""
