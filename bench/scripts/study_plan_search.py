@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from esper.runs.evaluation.work import Runner
+from esper.runs.evaluation.evaluation import Runner
 from esper.tasks.catalog import get_task
 from esper_bench.evaluation import plan_search
 from esper_bench.evaluation.plan_menu import Candidate, candidate_plans

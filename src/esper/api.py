@@ -38,8 +38,7 @@ from esper.nissa.outputs import Output
 from esper.nissa.recovery import check_events
 from esper.runs.configuration import growth_config, training_configs
 from esper.runs.evaluation.contenders import Contender, of_object, trainings, unheard
-from esper.runs.evaluation.evaluation import FIGURE, ROOT, Rivals, evaluation_folder, run_evaluation
-from esper.runs.evaluation.work import disk_retry
+from esper.runs.evaluation.evaluation import FIGURE, ROOT, Rivals, disk_retry, evaluation_folder, run_evaluation
 from esper.runs.folder.interrupt import ended_by_signals
 from esper.runs.folder.resume import Opening, changed, cohort_configs, finished, is_training, read_config, reward_of
 from esper.runs.grow import grow as grow_run

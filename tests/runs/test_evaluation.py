@@ -11,9 +11,8 @@ from esper.leyline.config.tree import build_config
 from esper.leyline.data.task import Split
 from esper.leyline.errors import InputError
 from esper.runs.evaluation.contenders import RULES, Contender, named
-from esper.runs.evaluation.evaluation import Design, Entry, compared, run_evaluation
+from esper.runs.evaluation.evaluation import Design, Entry, Runner, compared, run_evaluation
 from esper.runs.evaluation.record import Evaluation, RecordedFigures
-from esper.runs.evaluation.work import Runner
 from esper.runs.grow import grow
 from esper.runs.training.cohort import settings_of_policy
 from esper.store.files import to_json

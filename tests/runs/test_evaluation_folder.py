@@ -16,8 +16,7 @@ from esper.cli import main
 from esper.leyline.data.task import Split
 from esper.leyline.errors import InputError
 from esper.runs.evaluation.contenders import named
-from esper.runs.evaluation.evaluation import default_folder, evaluation_folder
-from esper.runs.evaluation.work import hired
+from esper.runs.evaluation.evaluation import default_folder, evaluation_folder, hired
 from esper.runs.folder.interrupt import ended_by_signals
 from esper.runs.workers.workers import ALONE
 from esper.store.lock import Lock

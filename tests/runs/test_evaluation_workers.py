@@ -65,7 +65,7 @@ def beside(monkeypatch, losses=()):
         crews.append(Beside(asked.size, work, losses))
         return kind(crews[-1], note, lambda ready: check_facts(facts, ready), mend)
 
-    monkeypatch.setattr("esper.runs.evaluation.work.start_workers", start_workers)
+    monkeypatch.setattr("esper.runs.evaluation.evaluation.start_workers", start_workers)
     return crews
 
 

@@ -8,9 +8,8 @@ import pytest
 from esper.leyline.config.tree import build_config
 from esper.leyline.errors import InputError
 from esper.runs.evaluation.contenders import Contender, named, trainings
-from esper.runs.evaluation.evaluation import Design, run_evaluation
+from esper.runs.evaluation.evaluation import Design, Runner, run_evaluation
 from esper.runs.evaluation.statistics import interval, mean, mean_difference, share_of_headroom
-from esper.runs.evaluation.work import Runner
 from esper.store.files import to_json
 from esper.tamiyo.rules.baselines import Never
 from esper.tasks.catalog import get_task

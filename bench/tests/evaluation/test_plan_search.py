@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from esper.leyline.errors import InputError
 from esper.runs.evaluation.contenders import named
-from esper.runs.evaluation.work import Runner
+from esper.runs.evaluation.evaluation import Runner
 from esper.tasks.catalog import get_task
 from esper.tasks.repair import repair
 from esper_bench.controllers.plans import NONE, Placed, choices_of, plans_of, wished

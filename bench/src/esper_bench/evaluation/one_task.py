@@ -1,15 +1,14 @@
 """Evaluate contenders on one task, for studies, without the rules that every evaluation of `esper eval` compares with."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from esper.leyline.data.task import AnyTask
 from esper.leyline.progress import Pace
-from esper.runs.evaluation.contenders import ROWS, Contender, Say, unheard
-from esper.runs.evaluation.evaluation import Design, Entry, compared
+from esper.runs.evaluation.contenders import ROWS, Contender, unheard
+from esper.runs.evaluation.evaluation import Design, Entry, Runner, compared
 from esper.runs.evaluation.record import Evaluation
-from esper.runs.evaluation.work import Runner
 
 
 def evaluate(
@@ -25,7 +24,7 @@ def evaluate(
     sized_by: str | None = None,
     folder: Path | None = None,
     rows: int = ROWS,
-    watch: Say = unheard,
+    watch: Callable[[str], None] = unheard,
     pace: Pace | None = None,
 ) -> Evaluation:
     """Grow N instances with R seeds under every contender, and evaluate the networks as exported on the test split.

@@ -14,8 +14,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.view import Space
 from esper.leyline.text import counted
 from esper.runs.evaluation.contenders import ROWS, Contender, named
-from esper.runs.evaluation.evaluation import Design
-from esper.runs.evaluation.work import Runner
+from esper.runs.evaluation.evaluation import Design, Runner
 from esper.tolaria.engine import VectorizedEngine
 from esper_bench.controllers.catalog import KEEPS, PLACEMENTS
 from esper_bench.controllers.forest import Forest, Forests

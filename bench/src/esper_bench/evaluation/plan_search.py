@@ -22,7 +22,7 @@ from esper.runs.evaluation.contenders import (
     contender_config,
     grow_contender,
 )
-from esper.runs.evaluation.work import Arrays, EvaluationPart, Runner
+from esper.runs.evaluation.evaluation import Arrays, EvaluationPart, Runner
 from esper.runs.figures import objective_of
 from esper.tolaria.play import Observer
 from esper_bench.controllers.plans import Placed

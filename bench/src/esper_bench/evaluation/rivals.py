@@ -13,9 +13,8 @@ from esper.leyline.data.task import AnyTask, Mixture
 from esper.leyline.lifecycle.view import Floats
 from esper.leyline.text import counted, rounded
 from esper.runs.evaluation.contenders import RULES, Contender, named
-from esper.runs.evaluation.evaluation import Design, Entry, Participation, Rivals
+from esper.runs.evaluation.evaluation import Arrays, Design, Entry, Participation, Rivals, Runner
 from esper.runs.evaluation.record import Record, RecordedFigures
-from esper.runs.evaluation.work import Arrays, Runner
 from esper_bench.controllers.plans import NONE, UNIFORM, Placed
 from esper_bench.evaluation.declared import FITTED, ORACLE, SEARCHED, Opponents, opponents_of
 from esper_bench.evaluation.opponents import (

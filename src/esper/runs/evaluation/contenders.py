@@ -27,8 +27,6 @@ ROWS = 64
 RULES = ("never", "random-valid", "heuristic")
 """Every evaluation compares with them."""
 
-Say = Callable[[str], None]
-
 
 class Contender(NamedTuple):
     """Describes a controller of an evaluation."""
