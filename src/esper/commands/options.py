@@ -14,7 +14,7 @@ import typer
 from typer import Option
 
 from esper.leyline.errors import InputError
-from esper.leyline.text import counted, printable
+from esper.leyline.text import aligned, counted, printable
 
 if TYPE_CHECKING:
     from esper.karn.report.frame import Pictures
@@ -165,9 +165,8 @@ def say_pictures(drawn: "Pictures", folder: Path) -> None:
 
 def print_columns(rows: Sequence[Sequence[str]]) -> None:
     """Print rows of cells as aligned columns; the last column is not wrapped."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for line in aligned(rows):
+        say(line)
 
 
 def fail(error: Exception | str, code: int) -> NoReturn:

@@ -40,6 +40,12 @@ def either(words: Sequence[str]) -> str:
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of cells as lines with columns of equal width; the last column ends where its text does."""
+    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(size) for cell, size in zip(row, sizes, strict=True)).rstrip() for row in rows]
+
+
 def did_you_mean(
     given: object, known: Iterable[str], *, first: Sequence[str] = (), most: int = 1, similarity: float = 0.6
 ) -> str:

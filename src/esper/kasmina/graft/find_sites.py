@@ -28,7 +28,7 @@ from esper.kasmina.graft.recording import (
 from esper.leyline.errors import InputError, is_out_of_memory, typed_line
 from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.streams import STREAMS, Kind, Sequence, Stream
-from esper.leyline.text import counted, kind_of
+from esper.leyline.text import aligned, counted, kind_of
 
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 _LAYERS = (nn.Linear, nn.Bilinear, nn.RNNBase, nn.MultiheadAttention, *_CONVOLUTIONS)
@@ -769,13 +769,13 @@ class FoundSites(dict[str, Site]):
             sizes_there = ("", "") if reads is None else (f"{reads:,}", f"{reads + 1 + site.stream.width:,}")
             causal = "yes" if site.causal else "no"
             rows.append((name, site.around, sizes_there[0], stream, sizes_there[1], causal, self.why[name]))
-        lines = _table(rows)
+        lines = aligned(rows)
         if self.spans:
             rows = [("from", "to", "reads", "stream", "a unit", "why")]
             for (source, target), (site, read, why) in self.spans.items():
                 unit = f"{read + 1 + site.stream.width:,}"
                 rows.append((source or "input", target, f"{read:,}", str(site.stream), unit, why))
-            lines += ["further spans", *_table(rows)]
+            lines += ["further spans", *aligned(rows)]
         if self.left_out:
             lines += ["left out", *(f"  {why}: {_listed(paths)}" for why, paths in _by_reason(self.left_out).items())]
         return "\n".join([f"{counted(len(self), 'site')} in {self._network}", *lines])
@@ -870,12 +870,6 @@ def is_quantised(weight: Tensor) -> bool:
     """Return whether a weight has too few bits to be trained: integers, or floating-point numbers of 8 bits."""
     whole = not (weight.is_floating_point() or weight.is_complex())
     return weight.is_quantized or whole or weight.dtype.itemsize == 1
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Return rows as lines with columns of equal width; the last column ends where its text does."""
-    sizes = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
-    return ["  ".join([*(cell.ljust(size) for cell, size in zip(row, sizes, strict=False)), row[-1]]) for row in rows]
 
 
 def _by_reason(left_out: Mapping[str, str]) -> dict[str, list[str]]:

@@ -17,6 +17,7 @@ from esper.kasmina.network.export import program_of
 from esper.leyline.config.input import show
 from esper.leyline.errors import InputError, RunWarning, typed_line, warn
 from esper.leyline.intervals import mean_and_error, t_factor
+from esper.leyline.text import aligned
 from esper.store.disk import Retry, remove, sync_folder, write_folder, write_once, write_synced
 from esper.store.lock import is_lock, locked_folder
 
@@ -231,14 +232,11 @@ class Healed:
         return f"{folder}: {', '.join(written)}{left}"
 
     def __repr__(self) -> str:
-        rows = self._rows()
-        sizes = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(size) for cell, size in zip(row, sizes, strict=True)).rstrip() for row in rows]
         seeds = [
             f"planted {seed.blueprint} at {seed.site} ({seed.parameters:,} parameters): {seed.why}"
             for seed in self.planted
         ]
-        return "\n".join([*lines, *seeds, *self.explanations, self.verdict])
+        return "\n".join([*aligned(self._rows()), *seeds, *self.explanations, self.verdict])
 
     def _repr_html_(self) -> str:
         head, *rows = [[html.escape(cell) for cell in row] for row in self._rows()]
