@@ -130,10 +130,6 @@ class _Dense(HostFactory):
         host.stacks = True
         return host
 
-    def room(self, hosts: Sequence["MLP | ResidualMLP"], outputs: int) -> Room:
-        """Return the layout of rows that hold `hosts`, all of the depth of this one, with at least `outputs` outputs."""
-        return room_for(*hosts, outputs=outputs)
-
     def _even(self, width: int) -> Self:
         return replace(self, width=width, hidden=(width,) * len(self.hidden))
 
@@ -203,7 +199,7 @@ class Floor(nn.Module):
 
 
 @dataclass(frozen=True)
-class DamagedMLP:
+class DamagedMLP(MLP):
     """Makes the networks of `MLP`, of which some blocks have no nonlinearity or are never trained.
 
         segment k + 1:  Linear(width -> hidden[k]), Floor(linear[k]), Linear(hidden[k] -> width)
@@ -213,33 +209,25 @@ class DamagedMLP:
 
     name: ClassVar[str] = "damaged-mlp"
 
-    inputs: int
-    width: int
-    hidden: tuple[int, ...]  # inner width of each block
-    outputs: int
     linear: tuple[bool, ...]  # blocks without a nonlinearity
     frozen: tuple[bool, ...]  # blocks that keep their initial weights
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "hidden", self._undamaged().hidden)
+        super().__post_init__()
         for name in ("linear", "frozen"):
             flags = checked_flags("a damaged MLP host", name, getattr(self, name), len(self.hidden))
             object.__setattr__(self, name, flags)
 
     def __call__(self) -> SegmentedHost:
-        host = self._undamaged()()
+        host = super().__call__()
         for block, is_linear, frozen in zip(host.segments[1:-1], self.linear, self.frozen, strict=True):
             assert isinstance(block, nn.Sequential)
             block[1] = Floor(is_linear)
             block.requires_grad_(not frozen)
         return host
 
-    def plain(self, parameters: int) -> MLP:
-        """Return the undamaged network of the same depth, of the smallest width with at least `parameters` parameters."""
-        return self._undamaged().plain(parameters)
-
-    def _undamaged(self) -> MLP:
-        return MLP(self.inputs, self.width, self.hidden, self.outputs)
+    def _even(self, width: int) -> MLP:  # type: ignore[override]  # a plain network is undamaged
+        return MLP(self.inputs, width, (width,) * len(self.hidden), self.outputs)
 
 
 def room_for(*hosts: MLP | ResidualMLP, outputs: int = 1) -> Room:
