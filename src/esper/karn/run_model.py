@@ -305,18 +305,15 @@ class CurvePoint(NamedTuple):
 
 
 Best = Callable[[Floats], np.float64] | None
-Quantity = tuple[str, str, str | None, Best]
-"""A quantity of every environment, of which quartiles and the best value over environments are curves: the field of the row, the
-prefix of the names of the exported curves, the name of the live curve or None, and the best of the values or None."""
-OF_STEPS: Sequence[Quantity] = (
+OF_STEPS: Sequence[tuple[str, str, str | None, Best]] = (
     ("metrics", "metric", "metric", np.max),
     ("twin_metrics", "twin_metric", "metric of the twins", np.max),
     ("losses", "loss", "loss", np.min),
     ("train_losses", "train_loss", None, np.min),
     ("added_param_counts", "added_params", "added parameters", None),
 )
-"""The quantities of step rows."""
-OF_GRADIENTS: Sequence[Quantity] = (("host_gradients", "host_gradient", None, None),)
+"""The quantities of step rows, of which quartiles and the best value over environments are curves: the field of the row, the
+prefix of the names of the exported curves, the name of the live curve or None, and the best of the values or None."""
 OF_EPISODES: Mapping[str, Best] = {"metric": np.max, "loss": np.min, "added_params": None}
 """Those of the networks at the end of an episode, which a training exports for each of its populations."""
 SIZE_CURVES: Mapping[str, str] = {"params": "parameters", "loss": "loss on the probe"}
@@ -426,13 +423,18 @@ class RunModel:
             case StepRow() if cohort is UNSET:  # a training shows its rounds instead
                 return self._write_step(row)
             case GradientsRow() if cohort is UNSET:
-                return CurvePoint(row.step, row.time, self._spreads(row, OF_GRADIENTS, row.step))
+                return CurvePoint(row.step, row.time, _spread("host_gradient", None, row.host_gradients)[0])
             case LifecycleRow():
                 self._write_change(row)
             case DecisionRow():
                 self._write_decision(row)
-            case MeasurementRow() | SensorsRow() | PhasesRow() if cohort is UNSET:
+            # The next three come before or after the row of their step.
+            case MeasurementRow() if cohort is UNSET:
                 self._write_measurement(row)
+            case SensorsRow() if cohort is UNSET and self.history:
+                self._sensed.append((row.step, row.sensors, _medians(np.array(row.readings, float))))
+            case PhasesRow() if cohort is UNSET:
+                self._write_phases(row)
             case RollbackRow():
                 self.rollbacks.append(row)
                 if cohort is UNSET and not row.twin:
@@ -480,13 +482,12 @@ class RunModel:
 
     def _write_size(self, row: SizeRow) -> CurvePoint:
         self.sizes.append(row)
-        self.step = row.step
-        values = {
-            name: float(value) for name, value in (("params", row.params), ("loss", row.loss)) if value is not None
-        }
-        for name, value in values.items():
-            self.curves.setdefault(SIZE_CURVES[name], Curve()).add(row.step, value, value, value)
-        return CurvePoint(row.step, row.time, {f"size/{name}": value for name, value in values.items()})
+        self.step, values = row.step, {}
+        for name, curve in SIZE_CURVES.items():
+            if (size := getattr(row, name)) is not None:
+                values[f"size/{name}"] = value = float(size)
+                self.curves.setdefault(curve, Curve()).add(row.step, value, value, value)
+        return CurvePoint(row.step, row.time, values)
 
     def _write_step(self, row: StepRow) -> CurvePoint:
         self.step = row.step
@@ -495,21 +496,17 @@ class RunModel:
         self._contributions, self._errors = np.full((2, *self._stages.shape), np.nan)
         self._times.append(row.time)
         if self.history:
-            figures = (_floats(values) for values in (row.metrics, row.losses, row.train_losses))
-            twin = None if row.twin_metrics is None else _floats(row.twin_metrics)
+            figures = np.array((row.metrics, row.losses, row.train_losses), float)
+            twin = None if row.twin_metrics is None else np.array(row.twin_metrics, float)
             added = np.array(row.added_param_counts, np.int64)
             self._steps.append((row.step, *figures, twin, added, self._stages, self._alphas))
-        return CurvePoint(row.step, row.time, self._spreads(row, OF_STEPS, row.step) | self.counts)
-
-    def _spreads(self, row: Row, quantities: Iterable[Quantity], x: int) -> dict[str, float]:
-        """Return the values of the exported curves of some quantities; those of the live curves are added to these."""
         found: dict[str, float] = {}
-        for field_, name, live, best in quantities:
+        for field_, name, live, best in OF_STEPS:
             values, ends = _spread(name, best, getattr(row, field_) or ())
             found |= values
             if live is not None and ends:
-                self.curves.setdefault(live, Curve()).add(x, *ends)
-        return found
+                self.curves.setdefault(live, Curve()).add(row.step, *ends)
+        return CurvePoint(row.step, row.time, found | self.counts)
 
     def _write_change(self, row: LifecycleRow) -> None:
         self.decided.write(row)
@@ -541,31 +538,28 @@ class RunModel:
             said = f"step {row.step}: the policy chose {row.op} at {row.slot}{sure}, value {row.value:+.3f}"
             self._log(row.env, said)
 
-    def _write_measurement(self, row: MeasurementRow | SensorsRow | PhasesRow) -> None:
-        """Take in the measurements, sensors and times of a step, which come before or after the row of that step."""
-        if isinstance(row, MeasurementRow) and row.contribution_means is not None and row.contribution_ses is not None:
-            self._contributions, self._errors = _floats(row.contribution_means), _floats(row.contribution_ses)
-        if isinstance(row, PhasesRow) and row.reading_p95 is not None:
-            whole = sum(row.phase_seconds.values())
-            self.reading = row.phase_seconds.get("reading", 0.0) / whole if whole else NAN, row.reading_p95
-        if isinstance(row, PhasesRow) and row.output_wait_seconds is not None:
-            self.waited += row.output_wait_seconds
-            self.timed += sum(row.phase_seconds.values())
+    def _write_measurement(self, row: MeasurementRow) -> None:
+        if row.contribution_means is not None and row.contribution_ses is not None:
+            self._contributions, self._errors = np.array((row.contribution_means, row.contribution_ses), float)
         if not self.history:
             return
-        match row:
-            case PhasesRow():
-                self._phases.append((row.step, row.phase_seconds))
-            case SensorsRow():
-                self._sensed.append((row.step, row.sensors, _medians(_floats(row.readings))))
-            case MeasurementRow():
-                if row.contribution_means is not None:
-                    self._measured.append((row.step, _floats(row.contribution_means)))
-                for name, values in (("shapley", row.shapley_means), ("interaction", row.interactions)):
-                    if values is not None:
-                        found = _floats(values)
-                        before = self._worth.get(name, np.full(found.shape, np.nan))
-                        self._worth[name] = np.where(np.isfinite(found), found, before)
+        if row.contribution_means is not None:
+            self._measured.append((row.step, np.array(row.contribution_means, float)))
+        for name, values in (("shapley", row.shapley_means), ("interaction", row.interactions)):
+            if values is not None:
+                found = np.array(values, float)
+                before = self._worth.get(name, np.full(found.shape, np.nan))
+                self._worth[name] = np.where(np.isfinite(found), found, before)
+
+    def _write_phases(self, row: PhasesRow) -> None:
+        whole = sum(row.phase_seconds.values())
+        if row.reading_p95 is not None:
+            self.reading = row.phase_seconds.get("reading", 0.0) / whole if whole else NAN, row.reading_p95
+        if row.output_wait_seconds is not None:
+            self.waited += row.output_wait_seconds
+            self.timed += whole
+        if self.history:
+            self._phases.append((row.step, row.phase_seconds))
 
     def _log(self, env: int, words: str) -> None:
         self._logs.setdefault(env, deque(maxlen=LOGGED)).append(words)
@@ -695,7 +689,7 @@ def _timeline(
     return population, stays, marks
 
 
-def _spread(name: str, best: Best, values: Sequence[float | None]) -> tuple[dict[str, float], tuple[float, ...]]:
+def _spread(name: str, best: Best, values: Iterable[float | None]) -> tuple[dict[str, float], tuple[float, ...]]:
     """Summarise the values (E,) that are not None; empty if there are none.
 
     Returns the median, the quartiles (linear interpolation) and the best by name of their curve, and the 10th, the 50th and the
@@ -709,11 +703,6 @@ def _spread(name: str, best: Best, values: Sequence[float | None]) -> tuple[dict
     if best is not None:
         shown[f"{name}/best"] = float(best(known))
     return shown, (lowest, middle, highest)
-
-
-def _floats(values: Any) -> Floats:
-    """Return numbers, with None for what was not measured, as an array with nan."""
-    return np.array(values, np.float64)
 
 
 def _medians(values: Floats) -> Floats:
