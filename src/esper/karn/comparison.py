@@ -124,7 +124,8 @@ def verdict(first: Compared, second: Compared) -> Verdict:
     """Return how two runs compare on the test split."""
     names = first.name, second.name
     one, other = first.summary, second.summary
-    apart = f"{printable(names[0])} and {printable(names[1])} cannot be compared"
+    one_name, other_name = map(printable, names)
+    apart = f"{one_name} and {other_name} cannot be compared"
     if one is None or other is None:
         run = first if one is None else second
         how = {"running": "still goes on", "killed": "was killed before its end"}
@@ -135,14 +136,26 @@ def verdict(first: Compared, second: Compared) -> Verdict:
     if (one["task"], one["metric"]) != (other["task"], other["metric"]):
         what = " and ".join(f"{printable(run['metric'])} on {printable(run['task'])}" for run in (one, other))
         return Verdict(*names, None, None, None, f"{apart}: they measure {what}.")
-    figure = f"test_{one['metric']}"
-    metric = difference(first.by_key(one[figure]["grown"]), second.by_key(other[figure]["grown"]))
+    both, figure = ((first, one), (second, other)), f"test_{one['metric']}"
+    metric = difference(*(run.by_key(summary[figure]["grown"]) for run, summary in both))
     objective = None
     if one["objective_formula"] == other["objective_formula"]:
-        values = (summary["test_objective"]["grown"] for summary in (one, other))
-        objective = difference(*(run.by_key(each) for run, each in zip((first, second), values, strict=True)))
-    params = difference(*(run.by_key(added_params(run)) for run in (first, second)))
-    return Verdict(*names, metric, objective, params, _sentence(names, metric, objective, str(one["metric"])))
+        objective = difference(*(run.by_key(summary["test_objective"]["grown"]) for run, summary in both))
+    params = difference(*(run.by_key(added_params(run)) for run, _ in both))
+    over = f"over {counted(metric.pairs, 'environment')} that both grew from the same host and data"
+    if not metric.pairs:
+        over = "unpaired, because the runs share no environment (task, seed and instances)"
+    shown = f"test {printable(one['metric'])} {metric.shown}, {over}"
+    if objective is not None:
+        shown += f"; J {objective.shown}"
+    if math.isnan(metric.low):
+        sentence = f"{one_name} and {other_name} differ by {shown}: too few environments for an interval."
+    elif metric.low <= 0 <= metric.high:
+        by = f" by {counted(metric.pairs, 'environment')}" if metric.pairs else ""
+        sentence = f"The difference in the metric between {one_name} and {other_name} is not resolved{by}: {shown}."
+    else:
+        sentence = f"{one_name} is {'better' if metric.mean > 0 else 'worse'} than {other_name}: {shown}."
+    return Verdict(*names, metric, objective, params, sentence)
 
 
 def difference(first: Mapping[Key, float], second: Mapping[Key, float]) -> Difference:
@@ -216,22 +229,6 @@ def added_params(run: Compared) -> list[float]:
     grown, host = summary["grown_params"], summary["host_params"]
     hosts = host if isinstance(host, list) else [host] * len(grown)
     return [float(whole - own) for whole, own in zip(grown, hosts, strict=True)]
-
-
-def _sentence(names: tuple[str, str], metric: Difference, objective: Difference | None, name: str) -> str:
-    first, second = map(printable, names)
-    how = f"over {counted(metric.pairs, 'environment')} that both grew from the same host and data"
-    if not metric.pairs:
-        how = "unpaired, because the runs share no environment (task, seed and instances)"
-    shown = f"test {printable(name)} {metric.shown}, {how}"
-    if objective is not None:
-        shown += f"; J {objective.shown}"
-    if math.isnan(metric.low):
-        return f"{first} and {second} differ by {shown}: too few environments for an interval."
-    if metric.low <= 0 <= metric.high:
-        by = f" by {counted(metric.pairs, 'environment')}" if metric.pairs else ""
-        return f"The difference in the metric between {first} and {second} is not resolved{by}: {shown}."
-    return f"{first} is {'better' if metric.mean > 0 else 'worse'} than {second}: {shown}."
 
 
 def compare(*runs: str | PathLike[str], out: str | PathLike[str] | None = None) -> Comparison:
@@ -360,9 +357,8 @@ def _trainings(runs: Sequence[Compared]) -> ReportSection | None:
     for name in names:
         series = []
         for index, run in trained:
-            known = [(row.round, row.figures.get(name)) for row in run.model.rounds]
-            values = np.array([[np.nan if value is None else value] for _, value in known])
-            where = [number for number, _ in known]
+            values = np.array([[row.figures.get(name)] for row in run.model.rounds], float)
+            where = [row.round for row in run.model.rounds]
             series.append(Series(run.name, _on_axis(rounds, where, values), f"run{index % COLOURS}"))
         figure = curves(name.replace("_", " "), rounds, series, "round", "", height=180)
         if figure.absent is None:
