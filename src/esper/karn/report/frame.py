@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, FunctionLoader, Template
+from jinja2 import Environment, FunctionLoader
 from markupsafe import Markup
 
 from esper.karn.report.drawing import Figure, draw, paint
@@ -47,7 +47,7 @@ class Content(NamedTuple):
 
 def render(content: Content) -> str:
     """Return the text of a self-contained page."""
-    return template("report.html").render(
+    return TEMPLATES.get_template("report.html").render(
         **content._asdict(),
         css=Markup(asset("report.css")),
         script=Markup(asset("report.js")),
@@ -57,7 +57,7 @@ def render(content: Content) -> str:
 
 def render_content(content: Content) -> Markup:
     """Return the header and the main part of a page, for a page that brings its own style and scripts."""
-    return Markup(template("content.html").render(**content._asdict()))
+    return Markup(TEMPLATES.get_template("content.html").render(**content._asdict()))
 
 
 def write_page(path: Path, content: str) -> Path:
@@ -69,16 +69,13 @@ def write_page(path: Path, content: str) -> Path:
 
 @cache
 def asset(name: str) -> str:
-    """Return the text of a file of this package: a template, the style or the script."""
-    return (files("esper.karn.report") / name).read_text(encoding="utf-8")
+    """Return the text of a file of the reports or of the server: a template, a style or a script."""
+    places = (files("esper.karn") / folder / name for folder in ("report", "serve"))
+    return next(place for place in places if place.is_file()).read_text(encoding="utf-8")
 
 
-@cache
-def template(name: str) -> Template:
-    """Return a template of this package."""
-    templates = Environment(autoescape=True, trim_blocks=True, loader=FunctionLoader(asset))
-    templates.filters |= {"draw": draw, "printable": printable}
-    return templates.get_template(name)
+TEMPLATES = Environment(autoescape=True, trim_blocks=True, loader=FunctionLoader(asset))
+TEMPLATES.filters |= {"draw": draw, "printable": printable}
 
 
 def flat_settings(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

@@ -304,7 +304,9 @@ def _data(model: RunModel) -> Markup | None:
 def head_of(model: RunModel, name: str) -> str:
     """Write the beginning of the page in HTML: the heading, the sentences on what came out, and the table of figures."""
     verdicts, others, tables, _ = results(model)
-    return frame.template("head.html").render(name=name, lines=[heading(model), *verdicts, *others], tables=tables)
+    return frame.TEMPLATES.get_template("head.html").render(
+        name=name, lines=[heading(model), *verdicts, *others], tables=tables
+    )
 
 
 def heading(model: RunModel) -> str:

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 from esper.karn.comparison import content_of, read_comparison
 from esper.karn.reader import MEND
-from esper.karn.report.frame import render_content
+from esper.karn.report.frame import asset, render_content
 from esper.karn.serve import contents, pages
 from esper.karn.serve.access import Door, Guard
 from esper.karn.serve.library import KEPT, Followed, Library, ListedRun
@@ -167,12 +167,12 @@ class RouteContext:
         return _download(*contents.archive(known[name]), shown, "application/zip")
 
 
-def asset(request: Request) -> Response:
-    """Return a style or a script."""
+def style_or_script(request: Request) -> Response:
+    """Return a file that pages load."""
     name = request.path_params["name"]
     if name not in pages.ASSETS:
         raise HTTPException(404, "no such file")
-    return Response(pages.asset(name), media_type=pages.ASSETS[name])
+    return Response(asset(name), media_type=pages.ASSETS[name])
 
 
 def create_app(library: Library, door: Door) -> ASGIApp:
@@ -182,7 +182,7 @@ def create_app(library: Library, door: Door) -> ASGIApp:
         ("/", site.runs),
         ("/content", site.runs_content),
         ("/compare", site.compare),
-        ("/assets/{name}", asset),
+        ("/assets/{name}", style_or_script),
         ("/runs/{key}", site.run),
         ("/runs/{key}/content", site.run_content),
         ("/runs/{key}/decisions", site.decisions),

@@ -2,13 +2,11 @@
 
 import time
 from collections.abc import Sequence
-from functools import cache
-from importlib.resources import files
 
-from jinja2 import Environment, FunctionLoader
 from markupsafe import Markup
 from starlette.responses import HTMLResponse
 
+from esper.karn.report.frame import TEMPLATES
 from esper.karn.serve.contents import where
 from esper.leyline.text import printable
 
@@ -23,12 +21,6 @@ ASSETS = {
 LISTED = 1000  # most runs in the list
 PART = 200  # decisions on one page
 TAGS = ("task", "controller", "status")
-
-
-def asset(name: str) -> str:
-    """Return the text of a file of `ASSETS`, or of a template."""
-    package = "esper.karn.report" if name.startswith("report.") else "esper.karn.serve"
-    return (files(package) / name).read_text(encoding="utf-8")
 
 
 def shell(
@@ -75,12 +67,8 @@ def _moment(seconds: float) -> str:
 
 
 def render(template: str, /, **values: object) -> str:
-    """Return a template of this package with its values."""
-    return _templates().get_template(template).render(**values)
+    """Return a template with its values."""
+    return TEMPLATES.get_template(template).render(**values)
 
 
-@cache
-def _templates() -> Environment:
-    templates = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=FunctionLoader(asset))
-    templates.filters |= {"printable": printable, "known": _known, "moment": _moment, "where": where}
-    return templates
+TEMPLATES.filters |= {"known": _known, "moment": _moment, "where": where}
