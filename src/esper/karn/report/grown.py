@@ -167,11 +167,12 @@ def worth_section(model: RunModel) -> ReportSection | None:
         curves("Contribution of the seeds in each slot", measured.steps.tolist(), series, "step", "contribution")
     ]
     lines = [BANDS, "A contribution counts for seeds that act, with alpha above 0."]
+    section = ReportSection("worth", "What the seeds were worth", lines, figures=figures)
     if measured.shapley is None or not np.isfinite(measured.shapley).any():
         lines.append(
             "Shapley values and interactions were not measured (probe.coalitions_every, or never two seeds at once)."
         )
-        return ReportSection("worth", "What the seeds were worth", lines, figures=figures)
+        return section
     rows = []
     for slot, column in zip(head.slots, measured.shapley.T, strict=True):
         known = column[np.isfinite(column)]
@@ -187,20 +188,18 @@ def worth_section(model: RunModel) -> ReportSection | None:
     pairs = []
     for first, second in combinations(range(len(head.slots)), 2):
         found = [] if measured.interaction is None else measured.interaction[:, first, second].tolist()
-        finite = [each for each in found if np.isfinite(each)]
-        if finite:
+        if finite := [each for each in found if np.isfinite(each)]:
             name = f"{printable(head.slots[first])} with {printable(head.slots[second])}"
             pairs.append((name, plus_minus(*mean_and_error(finite)), f"{len(finite)}"))
     if not pairs:
         lines.append("No environment had two seeds that acted together when interactions were measured.")
-        return ReportSection("worth", "What the seeds were worth", lines, figures=figures)
+        return section
     lines.append(
         "An interaction above 0 says that two seeds bring more together than each alone would let expect; below 0, that they do "
         "the same work twice."
     )
     caption = "Interactions of pairs of seeds: means over environments ± standard error, of the last that were measured"
-    table = Table(caption, ("slots", "interaction", "environments"), pairs)
-    return ReportSection("worth", "What the seeds were worth", lines, [table], figures)
+    return section._replace(tables=[Table(caption, ("slots", "interaction", "environments"), pairs)])
 
 
 def sensors_section(model: RunModel) -> ReportSection | None:
