@@ -3,14 +3,11 @@
 The keys are those of YAML files, of `--set` and of `build_config`. The text below a field is its meaning in `esper config`.
 """
 
-import ast
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
-from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import pydantic
@@ -41,7 +38,7 @@ def _chosen(value: Any, known: Sequence[str], mend: str) -> tuple[str, ...]:
 class Section(BaseModel):
     """Groups keys that belong together. Unknown keys, numbers that are not finite, and changes after construction are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     def __repr__(self) -> str:
         """Return the keys whose values differ from their defaults."""
@@ -738,19 +735,8 @@ def reference(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tup
             yield from reference(field.annotation, f"{prefix}{name}.")
         else:
             default = field.default if isinstance(field.default, str) else json.dumps(field.default)
-            owner = next(each for each in model.__mro__ if name in each.__annotations__)
-            yield prefix + name, _type_name(field.annotation), default, _meanings()[owner.__name__, name]
-
-
-@cache
-def _meanings() -> dict[tuple[str, str], str]:
-    """Return, by class and field, the text below each field in this file."""
-    found, parsed = {}, ast.parse(Path(__file__).read_text()).body
-    for section in [each for each in parsed if isinstance(each, ast.ClassDef)]:
-        for field, text in pairwise(section.body):
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-                found[section.name, field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
-    return found
+            assert field.description is not None, f"{prefix}{name} has no text below it"
+            yield prefix + name, _type_name(field.annotation), default, " ".join(field.description.split())
 
 
 def _type_name(annotation: Any) -> str:
