@@ -183,17 +183,14 @@ def comparison_table(summary: Mapping[str, Any]) -> Table:
     metric = summary["metric"]
     grown = summary[f"test_{metric}"]["grown"]
     rows = [_row("grown", estimate(grown, ".4f"), "", summary["grown_params"], _growth_seconds(summary))]
-    for name, static in summary.get("baselines", {}).items():
-        values = static.get(f"test_{metric}")
-        if values is None:
-            rows.append(_row(name, "absent", "", [], None))
+    others = {**summary.get("baselines", {}), "constant": summary.get("constant")}
+    for name, static in others.items():
+        if static is None:
             continue
-        paired = f"{t_interval(differences(grown, values)):+.3f}"
-        rows.append(_row(name, estimate(values, ".4f"), paired, static["params"], static["seconds"]))
-    if "constant" in summary:
-        values = summary["constant"][f"test_{metric}"]
-        paired = f"{t_interval(differences(grown, values)):+.3f}"
-        rows.append(_row("constant", estimate(values, ".4f"), paired, [], None))
+        values = static.get(f"test_{metric}")
+        paired = "" if values is None else f"{t_interval(differences(grown, values)):+.3f}"
+        shown = "absent" if values is None else estimate(values, ".4f")
+        rows.append(_row(name, shown, paired, static.get("params", ()), static.get("seconds")))
     columns = ("", f"test {printable(metric)}", "difference [95 %]", "parameters", "seconds")
     return Table("Grown networks beside static ones, on the test split", columns, rows)
 
@@ -400,31 +397,22 @@ def split_lines(summary: Mapping[str, Any]) -> list[str]:
     sizes = summary.get("examples")
     if sizes is None:
         return []
-    test, several = sizes["test"], summary["envs"] > 1
-    if isinstance(test, int):
-        line = f"test split: {counted(test, 'example')}"
-        if several:
-            line += (
-                ", the same for every environment; intervals and ± cover the choice of starts, not of these examples"
-            )
-    else:
-        line = f"test split: {_sizes(test)}"
-        if several:
-            line = (
-                f"test splits: {_sizes(test)}, for every environment another problem with examples of its own; intervals and ± "
-                "cover the choice of problems, examples and starts together"
-            )
+    shared = isinstance(sizes["test"], int)  # by all environments
+    sizes = {part: [found] if isinstance(found, int) else found for part, found in sizes.items()}
+    low, high = min(sizes["test"]), max(sizes["test"])
+    line = f"test split: {counted(low, 'example') if low == high else f'{low:,} to {high:,} examples'}"
+    if summary["envs"] > 1 and shared:
+        line += ", the same for every environment; intervals and ± cover the choice of starts, not of these examples"
+    elif summary["envs"] > 1:
+        line = (
+            f"{line.replace('split', 'splits')}, for every environment another problem with examples of its own; intervals and ± "
+            "cover the choice of problems, examples and starts together"
+        )
     lines = [line]
     for part, why in (
         ("test", "the test figures and their differences may be quite different on other examples"),
         ("probe", "the gates decide on it, so seeds may be kept or pruned by chance"),
     ):
-        least = sizes[part] if isinstance(sizes[part], int) else min(sizes[part])
-        if least < FEW_EXAMPLES:
-            lines.append(f"warning: the {part} split has only {counted(least, 'example')}; {why}")
+        if min(sizes[part]) < FEW_EXAMPLES:
+            lines.append(f"warning: the {part} split has only {counted(min(sizes[part]), 'example')}; {why}")
     return lines
-
-
-def _sizes(sizes: list[int]) -> str:
-    low, high = min(sizes), max(sizes)
-    return counted(low, "example") if low == high else f"{low:,} to {high:,} examples"
