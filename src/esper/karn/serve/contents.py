@@ -163,7 +163,4 @@ def _descriptor(folder: Path) -> Iterator[int]:
 
 
 def _is_folder(path: Path) -> bool:
-    try:
-        return stat.S_ISDIR(os.lstat(path).st_mode)
-    except OSError:
-        return False
+    return os.path.isdir(path) and not os.path.islink(path)
