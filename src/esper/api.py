@@ -26,6 +26,7 @@ from esper.kasmina.network.export import TOPOLOGY, check_size, load_network, rea
 from esper.kasmina.network.grown_network import GrownNetwork
 from esper.kasmina.stack.invariance import blends_that_vary, segments_that_vary
 from esper.leyline.config import arguments
+from esper.leyline.config.input import dotted
 from esper.leyline.config.tree import BASELINES, Config, RewardConfig, build_config, parse_setting
 from esper.leyline.data.batches import picked
 from esper.leyline.data.task import AnyTask, Mixture, Task, with_steps
@@ -388,15 +389,9 @@ def tasks_of(folder: Path, names: Sequence[str], given: Sequence[AnyTask | str])
 
 def _as_settings(settings: Mapping[str, Any] | Sequence[str]) -> list[str]:
     """Write settings in the form of `--set`. Values of a mapping, nested or not, become JSON, which is valid YAML."""
-    if not isinstance(settings, Mapping):
-        return [settings] if isinstance(settings, str) else list(settings)
-    found = []
-    for key, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            found += [f"{key}.{inner}" for inner in _as_settings(value)]
-        else:
-            found.append(f"{key}={json.dumps(value)}")
-    return found
+    if isinstance(settings, Mapping):
+        return [f"{key}={json.dumps(value)}" for key, value in dotted(settings)]
+    return [settings] if isinstance(settings, str) else list(settings)
 
 
 def end_of(summary: dict[str, Any], folder: Path | None, on_interrupt: OnInterrupt) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from markupsafe import Markup
 
 from esper.karn.report.drawing import Figure, draw, paint
 from esper.karn.terminal.console import Table
+from esper.leyline.config.input import dotted
 from esper.leyline.distribution import installed_version
 from esper.leyline.errors import InputError, system_in_words
 from esper.leyline.text import printable
@@ -78,15 +79,10 @@ TEMPLATES = Environment(autoescape=True, trim_blocks=True, loader=FunctionLoader
 TEMPLATES.filters |= {"draw": draw, "printable": printable}
 
 
-def flat_settings(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+def flat_settings(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return a tree of settings as rows of a dotted key and a value."""
-    rows = []
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            rows += flat_settings(value, f"{prefix}{key}.")
-        else:
-            rows.append((printable(f"{prefix}{key}"), printable(json.dumps(value, ensure_ascii=False, default=str))))
-    return rows
+    written = ((key, json.dumps(value, ensure_ascii=False, default=str)) for key, value in dotted(values))
+    return [(printable(key), printable(value)) for key, value in written]
 
 
 class Pictures(NamedTuple):

@@ -57,6 +57,15 @@ def to_sections(layer: Mapping[Any, Any], model: type[BaseModel]) -> dict[str, A
     return nested
 
 
+def dotted(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield each setting of nested sections with its dotted key; an empty mapping is a setting."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from ((f"{name}.{key}", inner) for key, inner in dotted(value))
+        else:
+            yield str(name), value
+
+
 def explain(error: pydantic.ValidationError, model: type[BaseModel]) -> str:
     """Return the first error of a validation as one sentence."""
     first = error.errors()[0]

@@ -14,7 +14,7 @@ import pydantic
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from esper.leyline.config.input import explain, show, to_sections
+from esper.leyline.config.input import dotted, explain, show, to_sections
 from esper.leyline.config.parsing import NUMBERS, parse_yaml
 from esper.leyline.distribution import TARGETS
 from esper.leyline.errors import InputError
@@ -696,15 +696,7 @@ The name of a section stands for all keys of that section."""
 
 def check_controller_settings(settings: Mapping[str, Any], who: str) -> None:
     """Raise InputError if settings of a controller hold a key that controllers may not set; `who` names its file."""
-
-    def dotted(settings: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        for name, value in settings.items():
-            if isinstance(value, Mapping) and value:
-                yield from dotted(value, f"{prefix}{name}.")
-            else:
-                yield f"{prefix}{name}"
-
-    for key in dotted(settings, ""):
+    for key, _ in dotted(settings):
         if not any(key == allowed or key.startswith(f"{allowed}.") for allowed in OF_CONTROLLERS):
             raise InputError(
                 f"{who} sets {key}, which a controller may not set; it may set {', '.join(OF_CONTROLLERS)}: leave {key} out "
