@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.karn.report.drawing import Figure, ForestRow, forest
+from esper.karn.report.drawing import ForestRow, forest
 from esper.karn.report.frame import ReportSection
-from esper.karn.run_model import DRAWN_DECISIONS, LISTED, NAN, DecisionLog, RunModel
+from esper.karn.run_model import DRAWN_DECISIONS, LISTED, NAN, RunModel
 from esper.karn.terminal.console import Table
 from esper.leyline.intervals import plus_minus
 from esper.leyline.lifecycle.stages import Stage
@@ -89,7 +89,14 @@ def decisions_section(model: RunModel) -> ReportSection | None:
     else:
         lines = ["No seed was planted.", *(model.summary or {}).get("explanations", [])]
     if model.decided.measured:
-        figures.append(_contributions(model.decided.ends))
+        drawn_rows = []
+        for each in model.decided.ends:
+            name = f"{each.blueprint} at {each.slot}, environment {each.env}, step {each.step}"
+            mean, error = (NAN if value is None else value for value in (each.contribution_mean, each.contribution_se))
+            words = f"{name}: {plus_minus(mean, error)}, {each.why}"
+            drawn_rows.append(ForestRow(name, mean, mean - error, mean + error, _fate(each), words))
+        title = "Contributions when seeds were kept or pruned"
+        figures.append(forest(title, drawn_rows, "contribution to the metric, with one standard error"))
         count = model.decided.measured
         drawn = f"; {DRAWN_DECISIONS} of {count:,}, both ends of the order" if count > DRAWN_DECISIONS else ""
         lines.append(
@@ -97,7 +104,23 @@ def decisions_section(model: RunModel) -> ReportSection | None:
             f"to each side{drawn}."
         )
     if model.refused:
-        tables.append(_refusals(model))
+        ordered = sorted(model.refusals.items(), key=lambda each: -each[1][0])
+        refused = [
+            (
+                f"{env}",
+                printable(op),
+                printable(slot or "-"),
+                printable(blueprint or "-"),
+                f"{count:,}",
+                f"{first}" if first == last else f"{first} to {last}",
+                REFUSALS.get(reason, printable(reason)),
+            )
+            for (reason, env, op, slot, blueprint), (count, first, last) in ordered[:LISTED]
+        ]
+        more = f", the first {LISTED} rows of {len(ordered):,}" if len(ordered) > LISTED else ""
+        caption = f"Decisions that were refused, {sum(model.refused.values()):,} in all{more}"
+        columns = ["environment", "decision", "slot", "blueprint", "times", "steps", "reason"]
+        tables.append(Table(caption, columns, refused, texts=(1, 2, 3, 6)))
     elif model.population is not None:
         lines.append("No decision was refused.")
     if model.decided.plantings:
@@ -106,10 +129,23 @@ def decisions_section(model: RunModel) -> ReportSection | None:
             (f"{each.step}", f"{each.env}", *map(printable, (each.slot, each.blueprint or "", each.why)))
             for each in model.decided.plantings
         ]
-        columns = ("step", "environment", "slot", "blueprint", "reason")
+        columns = ["step", "environment", "slot", "blueprint", "reason"]
         tables.append(Table(f"Plantings with their reasons{more}", columns, listed, texts=range(2, 5)))
     if model.decided.total:
-        tables.append(_decided(model.decided))
+        trained = any(isinstance(each.round, int) for each in model.decided.first)
+        listed = [
+            (
+                *([f"{each.round}"] if trained else []),
+                f"{each.step}",
+                f"{each.env}",
+                *map(printable, (each.slot, each.blueprint, _fate(each), each.why)),
+            )
+            for each in model.decided.first
+        ]
+        more = f", the first {LISTED} of {model.decided.total:,}" if model.decided.total > LISTED else ""
+        columns = [*(["round"] if trained else []), "step", "environment", "slot", "blueprint", "decision", "reason"]
+        texts = range(len(columns) - 4, len(columns))
+        tables.append(Table(f"Keeps and prunes with their reasons{more}", columns, listed, texts))
     return ReportSection("decisions", "Decisions and why", lines, tables, figures)
 
 
@@ -145,55 +181,8 @@ def _gate_lines(model: RunModel) -> list[str]:
     return [*lines, f"Gates are conditions on a seed: {'; '.join(bounds)}."] if bounds else lines
 
 
-def _contributions(measured: Sequence[LifecycleRow]) -> Figure:
-    rows = []
-    for each in measured:
-        name = f"{each.blueprint} at {each.slot}, environment {each.env}, step {each.step}"
-        mean, error = (NAN if value is None else value for value in (each.contribution_mean, each.contribution_se))
-        style, words = _fate(each), f"{name}: {plus_minus(mean, error)}, {each.why}"
-        rows.append(ForestRow(name, mean, mean - error, mean + error, style, words))
-    title = "Contributions when seeds were kept or pruned"
-    return forest(title, rows, "contribution to the metric, with one standard error")
-
-
 def _fate(row: LifecycleRow) -> str:
     return "kept" if row.to_stage == "FOSSILIZED" else "pruned"
-
-
-def _refusals(model: RunModel) -> Table:
-    ordered = sorted(model.refusals.items(), key=lambda each: -each[1][0])
-    rows = [
-        (
-            f"{env}",
-            printable(op),
-            printable(slot or "-"),
-            printable(blueprint or "-"),
-            f"{count:,}",
-            f"{first}" if first == last else f"{first} to {last}",
-            REFUSALS.get(reason, printable(reason)),
-        )
-        for (reason, env, op, slot, blueprint), (count, first, last) in ordered[:LISTED]
-    ]
-    total = f"{sum(model.refused.values()):,}"
-    more = f", the first {LISTED} rows of {len(ordered):,}" if len(ordered) > LISTED else ""
-    columns = ("environment", "decision", "slot", "blueprint", "times", "steps", "reason")
-    return Table(f"Decisions that were refused, {total} in all{more}", columns, rows, texts=(1, 2, 3, 6))
-
-
-def _decided(decided: DecisionLog) -> Table:
-    trained = any(isinstance(each.round, int) for each in decided.first)
-    rows = [
-        (
-            *([f"{each.round}"] if trained else []),
-            f"{each.step}",
-            f"{each.env}",
-            *map(printable, (each.slot, each.blueprint, _fate(each), each.why)),
-        )
-        for each in decided.first
-    ]
-    more = f", the first {LISTED} of {decided.total:,}" if decided.total > LISTED else ""
-    names = (*(["round"] if trained else []), "step", "environment", "slot", "blueprint", "decision", "reason")
-    return Table(f"Keeps and prunes with their reasons{more}", names, rows, texts=range(len(names) - 4, len(names)))
 
 
 def faults_section(model: RunModel) -> ReportSection | None:
