@@ -128,28 +128,28 @@ def export_of(
     name = re.sub(r"[^\w.+-]+", "-", place.name)[:_LONGEST].strip("-.") or "run"
     if into is not None or name != place.name:  # runs of several places, or several names, may have this one
         name += f"-{hashlib.sha256(str(place).encode(errors='surrogateescape')).hexdigest()[:6]}"
-    _check_exports(folder, target)
-    made, lock = MAKE[target](folder), Lock(folder / KEPT / name, lambda line: None)
-    with system_in_words(f"{folder} cannot be written", "name another folder (--into)"):
-        lock.path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / KEPT / TARGET, f"{target}\n")
-    lock.take(patience)
-    with ExitStack() as held:
-        held.callback(lock.release)
-        yield held.enter_context(closing(Export(run, name, made, draw))), folder
-
-
-def _check_exports(folder: Path, target: str) -> None:
-    """Raise InputError if a folder holds anything but exports to a target, which may replace files of its own there."""
+    # A target may replace files of its own in the folder, which therefore holds nothing but exports to it.
     with system_in_words(f"{folder} cannot be read as a folder", "name another one (--into)"):
         names = [path.name for path in folder.iterdir()] if folder.exists() else []
     marked = folder / KEPT / TARGET
     if marked.exists():
-        held = read_kept(marked, _LARGEST, "remove the folder of exports, and export again").decode(errors="replace")
-        if held.strip() != target:
-            raise InputError(f"{folder} holds exports to {held.strip()}, not to {target}; name another folder (--into)")
+        kept_for = read_kept(marked, _LARGEST, "remove the folder of exports, and export again").decode(
+            errors="replace"
+        )
+        if kept_for.strip() != target:
+            raise InputError(
+                f"{folder} holds exports to {kept_for.strip()}, not to {target}; name another folder (--into)"
+            )
     elif names and names != [KEPT]:  # a crash may leave the folder of the locks without the name of the target
         raise InputError(f"{folder} holds other files and no exports; name a new or an empty folder (--into)")
+    made, lock = MAKE[target](folder), Lock(folder / KEPT / name, lambda line: None)
+    with system_in_words(f"{folder} cannot be written", "name another folder (--into)"):
+        lock.path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(marked, f"{target}\n")
+    lock.take(patience)
+    with ExitStack() as held:
+        held.callback(lock.release)
+        yield held.enter_context(closing(Export(run, name, made, draw))), folder
 
 
 class Exporter:
