@@ -102,11 +102,29 @@ class Library:
         self._known = {key: known for key, known in self._known.items() if key in self._found}
 
     def _entry(self, key: str, name: str, folder: Path) -> ListedRun:
+        """Return the entry of a folder, from its config, its summary and the first row of its events."""
         state = file_state(folder)
         known = self._known.get(key)
-        if known is None or known[0] != state:
-            known = self._known[key] = (state, _read_entry(key, name, folder))
-        return known[1]
+        if known is not None and known[0] == state:
+            return known[1]
+        try:
+            run = open_run(folder)
+            began = (folder / CONFIG).stat().st_mtime
+            config, status = run.config, run.status
+            head = next(run.rows(), None)
+            task = ", ".join(map(str, config.get("tasks") or (config.get("task"),)))
+            controller = str(config.get("controller"))
+            envs = config.get("envs") if isinstance(config.get("envs"), int) else None
+            if isinstance(head, RunRow):
+                controller, envs, began = head.controller, head.envs, head.time
+            entry = ListedRun(key, name, folder, task, controller, status, envs, began, None)
+        except (InputError, OSError) as error:
+            began = 0.0
+            with suppress(OSError):
+                began = folder.stat().st_mtime
+            entry = ListedRun(key, name, folder, "", "", None, None, began, first_line(error))
+        self._known[key] = state, entry
+        return entry
 
 
 def key_of(folder: Path) -> str:
@@ -147,26 +165,6 @@ def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
 def _is_there(folder: Path) -> bool:
     """Return whether a run that was found is still there, and no folder on the way to it has become a link."""
     return os.path.realpath(folder) == str(folder) and is_run(folder)
-
-
-def _read_entry(key: str, name: str, folder: Path) -> ListedRun:
-    """Return the entry of a folder, from its config, its summary and the first row of its events."""
-    try:
-        run = open_run(folder)
-        began = (folder / CONFIG).stat().st_mtime
-        config, status = run.config, run.status
-        head = next(run.rows(), None)
-        task = ", ".join(map(str, config.get("tasks") or (config.get("task"),)))
-        controller = str(config.get("controller"))
-        envs = config.get("envs") if isinstance(config.get("envs"), int) else None
-        if isinstance(head, RunRow):
-            controller, envs, began = head.controller, head.envs, head.time
-    except (InputError, OSError) as error:
-        began = 0.0
-        with suppress(OSError):
-            began = folder.stat().st_mtime
-        return ListedRun(key, name, folder, "", "", None, None, began, first_line(error))
-    return ListedRun(key, name, folder, task, controller, status, envs, began, None)
 
 
 class Shown(NamedTuple):
