@@ -72,7 +72,13 @@ def read_examples(given: Given, host: Any, length: int | None) -> Examples:
         raise InputError(f"stream is {given.stream!r}; give True or False")
     check_integer(given.workers, "workers", 0, "a number of processes, or 0 to read in this one")
     if given.splits is not None:
-        _check_split_names(given.splits)
+        names = sorted(map(str, given.splits)) if isinstance(given.splits, Mapping) else None
+        if names != sorted(Splits._fields):
+            keys = f"has the keys {', '.join(names) or 'none'}" if names is not None else f"is {kind_of(given.splits)}"
+            raise InputError(
+                f"splits {keys}; give a mapping with the keys {', '.join(Splits._fields)}, each to a pair (x, y), or to indices "
+                "of examples where x and y are given"
+            )
     alone = given.splits.values() if given.x is None and given.splits is not None else [given.x]
     if given.y is None and alone and all(map(is_tokens, alone)):
         return _of_tokens(given, host, length)
@@ -202,17 +208,6 @@ def _read_split(name: str, given: Any, columns: tuple[str, ...] | None, workers:
                 f"the {name} split has {examples}, but {len(values):,} labels or targets; give one for each"
             )
     return features, values
-
-
-def _check_split_names(splits: Any) -> None:
-    """Raise InputError unless splits is a mapping whose keys are the names of the four splits."""
-    names = sorted(map(str, splits)) if isinstance(splits, Mapping) else None
-    if names != sorted(Splits._fields):
-        given = f"has the keys {', '.join(names) or 'none'}" if names is not None else f"is {kind_of(splits)}"
-        raise InputError(
-            f"splits {given}; give a mapping with the keys {', '.join(Splits._fields)}, each to a pair (x, y), or to indices of "
-            "examples where x and y are given"
-        )
 
 
 def _indices_of(splits: Mapping[str, Any], examples: int) -> tuple[Indices, ...]:
