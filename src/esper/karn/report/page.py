@@ -197,9 +197,21 @@ def _asked(model: RunModel) -> ReportSection:
     lines.append(
         "A seed is a small module that is planted in a slot of the host, and kept or pruned; the words are explained at the end."
     )
-    rent = _rent_line(config, [] if head is None else list(head.host_param_counts))
+    reward, hosts = config.get("reward") or {}, [] if head is None else list(head.host_param_counts)
+    rent, least = reward.get("rent"), reward.get("rent_size", 0)
     if rent is not None:
-        lines.append(rent)
+        value = "minus the loss" if reward.get("objective") == "log_loss" else "the metric"
+        charged = f"max(host parameters, {least:,})" if least > min(hosts, default=0) else "host parameters"
+        line = (
+            f"J is {value} less rent, a price for added parameters: reward.rent * ln(1 + added / {charged}); "
+            f"reward.rent is {rent:g}"
+        )
+        if hosts:
+            sizes = sorted({min(hosts), max(hosts)})
+            paid = " to ".join(f"{-float(objective(0.0, size, size, rent, least)):.3g}" for size in sizes)
+            of = " to ".join(f"{size:,}" for size in sizes)
+            line += f", so a host of {of} parameters that grows to twice its size pays {paid}"
+        lines.append(f"{line}.")
     if model.changed:
         lines.append(f"Changed when the run was resumed: {', '.join(map(printable, model.changed))}.")
     usual = dict(flat_settings(Config().model_dump(mode="json")))
@@ -212,26 +224,6 @@ def _asked(model: RunModel) -> ReportSection:
     )
     tables = [Table(caption, ("key", "value", "default"), own, texts=(1, 2))]
     return ReportSection("asked", "What was asked", lines, tables if own else [])
-
-
-def _rent_line(config: Mapping[str, Any], hosts: list[int]) -> str | None:
-    """Return what rent is, and what it costs these hosts to double; None where the config has no rent."""
-    reward = config.get("reward") or {}
-    rent, least = reward.get("rent"), reward.get("rent_size", 0)
-    if rent is None:
-        return None
-    value = "minus the loss" if reward.get("objective") == "log_loss" else "the metric"
-    charged = f"max(host parameters, {least:,})" if least > min(hosts, default=0) else "host parameters"
-    line = (
-        f"J is {value} less rent, a price for added parameters: reward.rent * ln(1 + added / {charged}); "
-        f"reward.rent is {rent:g}"
-    )
-    if not hosts:
-        return f"{line}."
-    sizes = sorted({min(hosts), max(hosts)})
-    paid = [f"{-float(objective(0.0, size, size, rent, least)):.3g}" for size in sizes]
-    of = " to ".join(f"{size:,}" for size in sizes)
-    return f"{line}, so a host of {of} parameters that grows to twice its size pays {' to '.join(paid)}."
 
 
 def _command(model: RunModel) -> str | None:
