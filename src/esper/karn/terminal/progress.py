@@ -125,6 +125,19 @@ class Lines(Progress):
     answer = note
 
 
+OF_ROUNDS = (
+    ("return", "return", ".3f"),
+    ("env_steps_per_second", "environment steps per second", ",.0f"),
+    ("explained_variance", "explained variance", ".2f"),
+    ("entropy", "entropy", ".2f"),
+    ("log_likelihood", "log-likelihood", ".2f"),
+    ("kept", "seeds kept", ".2f"),
+    ("validation_objective", "validation J", ".4f"),
+    ("waiting_seconds", "seconds lost in waiting", ".1f"),
+)
+"""The figures of a round that are shown, with their labels and formats."""
+
+
 class Rounds(Progress):
     """Shows the progress of a training: one line per round, which a terminal shows in place of the one before."""
 
@@ -136,7 +149,11 @@ class Rounds(Progress):
 
     def round(self, number: int, rounds: int, figures: Mapping[str, float]) -> None:
         """Show the figures of a round; the line of a validated round stays in a terminal."""
-        line = round_line(number, rounds, figures)
+        parts = [f"round {number + 1}/{rounds}" if number >= 0 else f"imitation, {-number - 1} to go"]
+        parts += [f"{label} {format(figures[name], form)}" for name, label, form in OF_ROUNDS if name in figures]
+        if figures.get("rollbacks"):
+            parts.append(f"{figures['rollbacks']:.0f} rolled back")
+        line = "  ".join(parts)
         if self._status is None or "validation_objective" in figures:
             self.note(line)
         if self._status is not None:
@@ -214,25 +231,6 @@ class Aside(Progress):
         finally:
             self._backlog.close()
             self.shown.__exit__(*error)
-
-
-def round_line(number: int, rounds: int, figures: Mapping[str, float]) -> str:
-    """Return one line with return, speed, entropy and other figures of a round."""
-    shown = [
-        ("return", "return", ".3f"),
-        ("env_steps_per_second", "environment steps per second", ",.0f"),
-        ("explained_variance", "explained variance", ".2f"),
-        ("entropy", "entropy", ".2f"),
-        ("log_likelihood", "log-likelihood", ".2f"),
-        ("kept", "seeds kept", ".2f"),
-        ("validation_objective", "validation J", ".4f"),
-        ("waiting_seconds", "seconds lost in waiting", ".1f"),
-    ]
-    parts = [f"{label} {format(figures[name], form)}" for name, label, form in shown if name in figures]
-    if figures.get("rollbacks"):
-        parts.append(f"{figures['rollbacks']:.0f} rolled back")
-    place = f"round {number + 1}/{rounds}" if number >= 0 else f"imitation, {-number - 1} to go"
-    return "  ".join([place, *parts])
 
 
 def live(console: Console, steps: int, metric: str) -> Progress:
