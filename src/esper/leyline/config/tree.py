@@ -40,16 +40,13 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
-    def __repr__(self) -> str:
-        """Return the keys whose values differ from their defaults."""
-        changed = (
-            f"{name}={getattr(self, name)!r}"
-            for name, field in type(self).model_fields.items()
-            if getattr(self, name) != field.default
-        )
-        return f"{type(self).__name__}({', '.join(changed)})"
+    def __repr_args__(self) -> Iterator[tuple[str, Any]]:
+        """Yield what is printed: the keys whose values differ from their defaults."""
+        for name, field in type(self).model_fields.items():
+            if getattr(self, name) != field.default:
+                yield name, getattr(self, name)
 
-    __str__ = __repr__
+    __str__ = BaseModel.__repr__
 
     @pydantic.model_validator(mode="before")
     @classmethod
