@@ -94,7 +94,7 @@ class Library:
         if now - self._looked < LOOK_EVERY:
             return
         self._looked = now
-        found = ((root, folder) for root in self.roots for folder in _runs_below(root, DEPTH))
+        found = ((root, folder) for root in self.roots for folder in _runs_below(root))
         self._found = {
             key_of(folder): (folder.name if folder == root else str(folder.relative_to(root)), folder)
             for root, folder in found
@@ -146,20 +146,16 @@ def file_state(folder: Path) -> tuple[object, ...]:
     return (*stats, owner is not None and lives(owner))
 
 
-def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
+def _runs_below(root: Path) -> Iterator[Path]:
     """Yield the run folders at a folder or below it, without following links. A folder that cannot be read has none."""
-    if is_run(folder):
-        yield folder
-        return
-    if depth == 0:
-        return
-    try:
-        with os.scandir(folder) as found:
-            inside = sorted(entry.path for entry in found if entry.is_dir(follow_symlinks=False))
-    except OSError:
-        return
-    for path in inside:
-        yield from _runs_below(Path(path), depth - 1)
+    for place, inside, _ in os.walk(root):
+        folder = Path(place)
+        found = is_run(folder)
+        if found:
+            yield folder
+        inside.sort()
+        if found or len(folder.relative_to(root).parts) == DEPTH:
+            inside.clear()  # the walk goes on with what is left in it
 
 
 def _is_there(folder: Path) -> bool:
