@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlencode
@@ -193,12 +193,7 @@ def create_app(library: Library, door: Door) -> ASGIApp:
     )
     app = Starlette(
         routes=[Route(path, endpoint, methods=["GET"]) for path, endpoint in routes],
-        exception_handlers={
-            HTTPException: _not_found,
-            InputError: partial(_refused, "This cannot be shown"),
-            OSError: partial(_refused, "This cannot be read"),
-            Exception: _failed,
-        },
+        exception_handlers=dict.fromkeys((HTTPException, InputError, OSError, Exception), _explained),
     )
     app.router.redirect_slashes = False
     return Guard(app, door)
@@ -223,15 +218,13 @@ def _download(file: IO[bytes], size: int, name: str, media_type: str) -> Respons
     return StreamingResponse(contents.chunks(file, size), media_type=media_type, headers=headers)
 
 
-def _not_found(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return pages.error_page("Not here", f"{error.detail}; the list of runs has all that there are.", error.status_code)
-
-
-def _refused(title: str, request: Request, error: Exception) -> Response:
-    return pages.error_page(title, str(error), 422)
-
-
-def _failed(request: Request, error: Exception) -> Response:
+def _explained(request: Request, error: Exception) -> Response:
+    match error:
+        case HTTPException(detail=detail, status_code=status):
+            return pages.error_page("Not here", f"{detail}; the list of runs has all that there are.", status)
+        case InputError():
+            return pages.error_page("This cannot be shown", str(error), 422)
+        case OSError():
+            return pages.error_page("This cannot be read", str(error), 422)
     sentence = f"The page could not be made ({type(error).__name__}); the terminal of esper serve has the details."
     return pages.error_page("This failed", sentence, 500)
