@@ -45,12 +45,23 @@ def read_target(values: NDArray[Any], kind: Kind | None, classes: int | Sequence
         if len(distinct) < 2:
             only = f"the one class {distinct[0].item()!r}" if len(distinct) else "no label"
             raise InputError(f"y holds {only}; give examples of at least two classes")
-        labels = np.full(len(values), np.nan)
-        labels[~missing] = index
-        return torch.from_numpy(labels), tuple(distinct.tolist())
+        found = np.full(len(values), np.nan)
+        found[~missing] = index
+        return torch.from_numpy(found), tuple(distinct.tolist())
     if isinstance(classes, int | np.integer) and not isinstance(classes, bool):
         return _numbered(values, int(classes)), class_names(classes)
-    return _named(values, classes)
+    names = class_names(classes)
+    number = {name: k for k, name in enumerate(names)}
+    labels = [None if is_missing(entry) else entry for entry in values.tolist()]
+    unknown = next((label for label in labels if label is not None and label not in number), None)
+    if unknown is None:
+        numbers = [np.nan if label is None else number[label] for label in labels]
+        return torch.tensor(numbers, dtype=torch.float64), names
+    if isinstance(names[0], str) and values.dtype.kind in "biuf":  # scikit-learn's target and target_names
+        return _numbered(values, len(names)), names
+    raise InputError(
+        f"y holds the label {str(unknown)[:40]!r}, which is not among the classes {str(list(names))[:80]}; name every class"
+    )
 
 
 def _infer_kind(values: NDArray[Any], kind: Kind | None, classes: object) -> Kind:
@@ -183,22 +194,6 @@ def _numbered(values: NDArray[Any], classes: int) -> Tensor:
             "the list of the labels"
         )
     return torch.from_numpy(values.astype(np.float64))
-
-
-def _named(values: NDArray[Any], classes: object) -> Target:
-    """Read labels that are names of classes, or numbers of classes from 0."""
-    names = class_names(classes)
-    index = {name: k for k, name in enumerate(names)}
-    labels = [None if is_missing(entry) else entry for entry in values.tolist()]
-    unknown = next((label for label in labels if label is not None and label not in index), None)
-    if unknown is None:
-        numbers = [np.nan if label is None else index[label] for label in labels]
-        return torch.tensor(numbers, dtype=torch.float64), names
-    if isinstance(names[0], str) and values.dtype.kind in "biuf":  # scikit-learn's target and target_names
-        return _numbered(values, len(names)), names
-    raise InputError(
-        f"y holds the label {str(unknown)[:40]!r}, which is not among the classes {str(list(names))[:80]}; name every class"
-    )
 
 
 def class_names(classes: object) -> tuple[Label, ...]:
