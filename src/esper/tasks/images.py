@@ -138,7 +138,23 @@ def _read_binary(folder: Path) -> tuple[Split, Split]:
     missing = [name for name in (*TRAIN, *TEST) if not (folder / name).is_file()]
     if missing:
         raise InputError(f"{folder} lacks {', '.join(missing)} of CIFAR-10; {_MEND}")
-    records = {name: _records(folder / name) for name in (*TRAIN, *TEST)}
+    records = {}  # (n, RECORD) bytes of each file
+    for name in (*TRAIN, *TEST):
+        path = folder / name
+        content = np.frombuffer(read_named(path, PUBLISHED * RECORD, _MEND), np.uint8)
+        if not len(content) or len(content) % RECORD:
+            raise InputError(
+                f"{path} holds {len(content)} bytes, which is not a multiple of the {RECORD} bytes of a CIFAR-10 image: the file "
+                f"is truncated, or of another format; {_MEND}"
+            )
+        records[name] = content.reshape(-1, RECORD)
+        labels = records[name][:, 0]
+        wrong = np.flatnonzero(labels >= CLASSES)
+        if len(wrong):
+            raise InputError(
+                f"{path} is damaged, or of another format: image {wrong[0]} has the label {labels[wrong[0]]}, and CIFAR-10 has "
+                f"labels under {CLASSES}; {_MEND}"
+            )
     most = max(map(len, records.values()))
     for name, rows in records.items():
         if len(rows) < most:  # all six files are published with the same number
@@ -146,24 +162,6 @@ def _read_binary(folder: Path) -> tuple[Split, Split]:
                 f"{folder / name} is truncated: it holds {len(rows)} images where others hold {most}; {_MEND}"
             )
     return _split([records[name] for name in TRAIN]), _split([records[name] for name in TEST])
-
-
-def _records(path: Path) -> NDArray[np.uint8]:
-    """Read (n, RECORD) bytes of one file."""
-    content = np.frombuffer(read_named(path, PUBLISHED * RECORD, _MEND), np.uint8)
-    if not len(content) or len(content) % RECORD:
-        raise InputError(
-            f"{path} holds {len(content)} bytes, which is not a multiple of the {RECORD} bytes of a CIFAR-10 image: the file is "
-            f"truncated, or of another format; {_MEND}"
-        )
-    records = content.reshape(-1, RECORD)
-    wrong = np.flatnonzero(records[:, 0] >= CLASSES)
-    if len(wrong):
-        raise InputError(
-            f"{path} is damaged, or of another format: image {wrong[0]} has the label {records[wrong[0], 0]}, and CIFAR-10 "
-            f"has labels under {CLASSES}; {_MEND}"
-        )
-    return records
 
 
 def _split(files: Sequence[NDArray[np.uint8]]) -> Split:
