@@ -174,14 +174,7 @@ def task_from(
     counts = torch.bincount(torch.cat(labels), minlength=len(data.classes or ())).tolist() if labels else []
     outputs = _check_factory(host, read(few), base, target, _wanted_outputs(data.classes, counts, base.outputs))
     check_objective(base, outputs if target_scaling is None else target_scaling.restore(outputs), target)
-    _warn_of_duplicates(parts, sampled=data.source is not None)
-    if data.classes is not None:
-        if data.source is None and data.tokens is None:
-            _warn_of_single_examples(data.classes, counts)
-        if loss is None:
-            _warn_of_softmax(_draw_host(host))
-    elif loss is None and standardize is False and not isinstance(host, RegrownHost):
-        _warn_of_targets(parts.train.y)
+    _warn_of_mistakes(data, parts, counts, host if loss is None else None, standardize)
     objective: Objective = base
     if target_scaling is not None:
         assert not isinstance(base, Classification), "classes have no units"
@@ -341,21 +334,17 @@ def _wanted_outputs(classes: Sequence[Label] | None, counts: Sequence[int], outp
     return f"y has {len(classes)} classes{which}: {listed}"
 
 
-def _warn_of_single_examples(classes: Sequence[Label], counts: Sequence[int]) -> None:
-    """Issue a DataWarning where a class has a single example, which is then missing from three of the splits."""
-    single = [repr(name)[:40] for name, count in zip(classes, counts, strict=True) if count == 1]
-    if single:
-        listed = ", ".join(single[:LISTED]) + (", ..." if len(single) > LISTED else "")
-        has = f"the class {listed} has" if len(single) == 1 else f"the classes {listed} have"
-        warn(
-            f"{has} a single example, which is in one split alone, so the class cannot be both learnt and tested; give more "
-            "examples, or correct the label",
-            DataWarning,
-        )
+def _warn_of_mistakes(
+    data: Examples,
+    splits: Splits,
+    counts: Sequence[int],
+    host: Callable[[], SegmentedHost] | None,
+    standardize: bool | Literal["features"],
+) -> None:
+    """Issue a DataWarning for each thing that is probably a mistake.
 
-
-def _warn_of_duplicates(splits: Splits, *, sampled: bool) -> None:
-    """Issue a DataWarning where splits share equal examples. sampled: whether the train split holds a part of its examples."""
+    counts: examples of each class. host: the factory of hosts, if they are trained with the task's usual loss; else None.
+    """
     copies = repeated([example_digests(*split) for split in splits])
     found = [
         f"{count} of {len(split.y)} in {name}"
@@ -363,39 +352,45 @@ def _warn_of_duplicates(splits: Splits, *, sampled: bool) -> None:
         if count
     ]
     if found:
-        part = f" (of train, the first {len(splits.train.y)} examples were compared)" if sampled else ""
+        sampled = (
+            f" (of train, the first {len(splits.train.y)} examples were compared)" if data.source is not None else ""
+        )
         total, are = sum(copies), "is" if sum(copies) == 1 else "are"
         warn(
             f"{counted(total, 'example')} of one split {are} also in an earlier one of train, probe, validation and test, equal "
-            f"in x and y: {', '.join(found)}{part}; what a network learns by heart raises the "
+            f"in x and y: {', '.join(found)}{sampled}; what a network learns by heart raises the "
             "figures of these splits, so leave out the copies, or give splits= that keep equal examples together",
             DataWarning,
         )
-
-
-def _warn_of_softmax(host: SegmentedHost) -> None:
-    """Issue a DataWarning where a host that is trained with cross-entropy ends with a softmax."""
-    last: nn.Module = host.segments[-1]
-    while isinstance(last, nn.Sequential) and len(last):
-        last = last[-1]
-    if isinstance(last, nn.Softmax):
-        warn(
-            "the host ends with a Softmax, but the loss, the cross-entropy, takes the softmax of the host's outputs itself, so "
-            "the softmax is taken twice and the host learns slowly; end the host with the layer before the Softmax",
-            DataWarning,
-        )
-
-
-def _warn_of_targets(y: Tensor) -> None:
-    """Issue a DataWarning where targets y (N,) or (N, C) are far from the first outputs of a host, which are about 0 to 1."""
-    mean, deviation = (values.reshape(-1) for values in scaling_of(y))
-    far = (mean.abs() > FAR * deviation) | (deviation < USUAL[0]) | (deviation > USUAL[1])
-    if far.any():
-        first = int(far.nonzero()[0])
-        which = f"target {first} has" if len(mean) > 1 else "the targets have"
-        warn(
-            f"{which} mean {mean[first]:.3g} and standard deviation {deviation[first]:.3g} in the train split, but a host starts "
-            "with outputs near 0 and learns slowly to return such numbers; give standardize=True, or standardize='features' to "
-            "leave the targets as they are without this warning",
-            DataWarning,
-        )
+    if data.classes is not None and data.source is None and data.tokens is None:
+        single = [repr(name)[:40] for name, count in zip(data.classes, counts, strict=True) if count == 1]
+        if single:
+            listed = ", ".join(single[:LISTED]) + (", ..." if len(single) > LISTED else "")
+            has = f"the class {listed} has" if len(single) == 1 else f"the classes {listed} have"
+            warn(
+                f"{has} a single example, which is in one split alone, so the class cannot be both learnt and tested; give more "
+                "examples, or correct the label",
+                DataWarning,
+            )
+    if data.classes is not None and host is not None:
+        last: nn.Module = _draw_host(host).segments[-1]
+        while isinstance(last, nn.Sequential) and len(last):
+            last = last[-1]
+        if isinstance(last, nn.Softmax):
+            warn(
+                "the host ends with a Softmax, but the loss, the cross-entropy, takes the softmax of the host's outputs itself, "
+                "so the softmax is taken twice and the host learns slowly; end the host with the layer before the Softmax",
+                DataWarning,
+            )
+    if data.classes is None and host is not None and standardize is False and not isinstance(host, RegrownHost):
+        mean, deviation = (values.reshape(-1) for values in scaling_of(splits.train.y))
+        far = (mean.abs() > FAR * deviation) | (deviation < USUAL[0]) | (deviation > USUAL[1])
+        if far.any():
+            first = int(far.nonzero()[0])
+            which = f"target {first} has" if len(mean) > 1 else "the targets have"
+            warn(
+                f"{which} mean {mean[first]:.3g} and standard deviation {deviation[first]:.3g} in the train split, but a host "
+                "starts with outputs near 0 and learns slowly to return such numbers; give standardize=True, or "
+                "standardize='features' to leave the targets as they are without this warning",
+                DataWarning,
+            )
