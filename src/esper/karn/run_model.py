@@ -16,7 +16,7 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from esper.leyline.intervals import mean_and_error
-from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
 from esper.nissa.rows import (
     DecisionRow,
     EpisodeRow,
@@ -46,7 +46,6 @@ LISTED = 200  # most rows of a table of single decisions or rollbacks
 POINTS = 512  # most points of a live curve; when it has twice as many, every second one is dropped
 LOGGED = 12  # last events of each environment that are kept
 TIMED = 32  # last steps or rounds from which the pace is worked out
-EMPTY = frozenset({Stage.DORMANT, Stage.PRUNED, Stage.EMBARGOED})  # stages of a slot without a seed
 
 
 class Stay(NamedTuple):
@@ -589,7 +588,7 @@ class RunModel:
         The contribution is nan if it was not measured.
         """
         stage, alpha = self.state(env, slot)
-        seed = None if stage in EMPTY else self._seeds.get((env, self.slots[slot]))
+        seed = self._seeds.get((env, self.slots[slot])) if stage in IN_BUDGET else None
         value = error = NAN
         if seed is not None and env < len(self._contributions):
             value, error = float(self._contributions[env, slot]), float(self._errors[env, slot])
@@ -669,7 +668,7 @@ def _timeline(
             before = [name for step, name in planted.get((lost.env, slot), ()) if step <= lost.step]
             marks.append(SeedMark(lost.env, slots[slot], lost.step, False, before[-1] if before else None, why))
 
-    seed = np.where(np.isin(stage, list(EMPTY)), NO_SEED, seed)
+    seed = np.where(among(stage, IN_BUDGET), seed, NO_SEED)
     twin = None if any(each is None for each in twins) else np.array(twins)
     probe, losses, training = np.array([metric, loss, train_loss])
     population = EpisodeSteps(

@@ -18,7 +18,7 @@ import numpy as np
 from markupsafe import Markup
 
 from esper.karn.run_model import Floats, SeedMark, Stay
-from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.stages import ADDED, LIVE, Stage
 from esper.leyline.text import printable
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 720, 64, 16, 12, 34  # size of a figure and of the margins around its axes [px]
@@ -118,11 +118,11 @@ def timeline(slot: str, stays: Sequence[Stay], marks: Sequence[SeedMark], envs: 
     for stay in stays:
         left, right, top = across(stay.start), across(stay.stop), TOP + row * stay.env
         corners = [(left, top), (left + max(right - left - 0.5, 1), top + row - 1)]
-        opacity = 0.35 + 0.65 * stay.alpha if stay.stage in (Stage.BLENDING, Stage.HOLDING) else 1.0
+        opacity = 0.35 + 0.65 * stay.alpha if stay.stage in LIVE else 1.0
         until = f"step {stay.start}" if stay.stop == stay.start + 1 else f"steps {stay.start} to {stay.stop - 1}"
         seed = f"{stay.blueprint}, " if stay.blueprint else ""
-        acts = stay.stage in (Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED)
-        dose, why = f", alpha {stay.alpha:.2g}" if acts else "", f": {stay.why}" if stay.why else ""
+        dose = f", alpha {stay.alpha:.2g}" if stay.stage in ADDED else ""
+        why = f": {stay.why}" if stay.why else ""
         words = f"environment {stay.env}, {slot}, {until}: {seed}{stay.stage.name}{dose}{why}"
         shape = Shape("rect", corners, f"stay stage{int(stay.stage)}", words=words, opacity=opacity)
         cells.append(((stay.env, stay.start, False), shape))

@@ -13,7 +13,7 @@ from esper.karn.reader import OpenRun, Tail
 from esper.karn.run_model import LISTED, RunModel
 from esper.karn.terminal.console import output_lines
 from esper.leyline.distribution import of_extra
-from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.stages import ADDED, Stage
 from esper.leyline.text import counted, printable
 from esper.store.files import EVENTS, is_run
 
@@ -50,7 +50,7 @@ def text_of(stage: Stage, dose: str) -> Text:
 
 def dose(stage: Stage, alpha: float) -> str:
     """Return a dose as one character: 0 to 9 for tenths, * for 1; a space where the seed does not act."""
-    if stage not in (Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED) or math.isnan(alpha):
+    if stage not in ADDED or math.isnan(alpha):
         return " "
     return "*" if alpha >= 1 else str(min(int(alpha * 10), 9))
 
