@@ -16,9 +16,9 @@ from rich.console import Console
 from torch import nn
 
 from esper.karn.evaluation import draw_evaluation, print_evaluation
-from esper.karn.reader import open_run
+from esper.karn.reader import is_whole, open_run
 from esper.karn.report.page import report_at_end, report_of_evaluation
-from esper.karn.terminal.console import can_print, print_lines, print_summary, print_training
+from esper.karn.terminal.console import print_lines, print_summary, print_training
 from esper.karn.terminal.progress import Shown, evaluation_progress, growth_progress, training_progress
 from esper.kasmina.blueprints import BLUEPRINTS, count, drawn_with
 from esper.kasmina.host import SegmentedHost, dtype_of
@@ -236,7 +236,7 @@ def go_on(
     before = read_config(folder)
     config = changed(before, settings) if settings else before
     known = finished(folder) if config == before else None
-    if known is not None and can_print(known, is_training(config)):  # a damaged summary is computed again
+    if known is not None and is_whole(known, is_training(config)):  # a damaged summary is computed again
         wrong = check_events(folder) if config.telemetry.level != "off" else None
         if wrong is not None:
             warn(wrong, RunWarning)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.karn.report.drawing import Figure, Shape, paint
-from esper.karn.terminal.console import Table, can_print, comparison_table
+from esper.karn.terminal.console import Table, comparison_table
 from esper.leyline.errors import InputError
 from esper.leyline.text import counted, printable, rounded
 from esper.store.lock import Lock
@@ -258,12 +258,11 @@ def as_markdown(table: Table) -> str:
 
 def final_table(summary: Mapping[str, Any]) -> Table | None:
     """Return the table that a run prints at its end; of a training, the figures of its last rounds. None if it failed early."""
-    training = "rounds_done" in summary
-    if not can_print(summary, training):
-        return None
-    if not training:
+    if "grown_params" in summary:
         shown = comparison_table(summary)
         return shown._replace(columns=["network", *shown.columns[1:]])
+    if "rounds_done" not in summary:
+        return None
     figures: Mapping[str, float | None] = summary["last_rounds"]
     known = [(name, f"{value:.3g}") for name, value in figures.items() if value is not None]
     best = summary["best_validation_objective"]

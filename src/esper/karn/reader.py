@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict, cast
@@ -519,6 +519,14 @@ def check_summary(summary: Any, path: Path) -> None:
                 raise msgspec.ValidationError(f"Expected `int` < {summary['envs']} - at `$.best.env`")
     except (msgspec.ValidationError, TypeError) as error:
         raise InputError(f"{path} is not the summary of a run: {error}; {MEND}") from None
+
+
+def is_whole(summary: Any, training: bool) -> bool:
+    """Return whether a summary is that of a growth, or of a training, which came to its end."""
+    with suppress(InputError):
+        check_summary(summary, Path(SUMMARY))
+        return ("rounds_done" if training else "grown_params") in summary
+    return False
 
 
 def _of_environments(summary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

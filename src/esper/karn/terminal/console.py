@@ -1,6 +1,5 @@
 """Print the tables and lines of commands at their end. They are never cut, however narrow the terminal is."""
 
-import io
 import shlex
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -162,17 +161,6 @@ def heading_line(summary: Mapping[str, Any]) -> str:
     names = f"{summary['task']}, {summary['controller']}: {counted(summary['envs'], 'environment')}"
     status = "" if summary["status"] == "finished" else f", {summary['status']}"
     return f"{names}, {length}, run seed {summary['seed']}, {summary['device']}{status}"
-
-
-def can_print(summary: Mapping[str, Any], trained: bool) -> bool:
-    """Return whether a summary that was read from a file is complete enough to be printed, and to be shown in a report."""
-    try:
-        (print_training if trained else print_summary)(summary, Console(file=io.StringIO()), "")
-        if not trained:
-            assert [*table_notes(summary), *objective_lines(summary), *explanation_lines(summary), time_line(summary)]
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-        return False
-    return True
 
 
 def comparison_table(summary: Mapping[str, Any]) -> Table:
