@@ -176,8 +176,18 @@ def content_of(record: Record, name: str) -> Content:
     tasks = record["tasks"]
     settings = [row for layer in record["settings"] for row in flat_settings(layer)]
     table = Table("Settings of all controllers", ("key", "value"), settings, texts=(1,))
+    names = ", ".join(map(printable, record.get("named") or [])) or "none, only the rules"
+    part = "held out from every training" if record["part"] == "heldout" else f"of the part {record['part']}"
+    asked = [
+        f"Controllers that were named: {names}. Rules to compare with: {', '.join(map(printable, record['rules']))}.",
+        f"Each grew {counted(record['instances'], 'instance')} of every task ({part}, from number {record['first_instance']}) "
+        f"under the run seeds {', '.join(map(str, record['seeds']))}.",
+        "J is the metric of a task less rent, a price for added parameters (reward.rent). All figures are of the test split.",
+        *map(printable, record.get("lines", ())),
+        *(f"Grown by {line}." for line in worker_lines(record)),
+    ]
     sections = [
-        ReportSection("asked", "What was asked", _asked(record), [table] if record["settings"] else []),
+        ReportSection("asked", "What was asked", asked, [table] if record["settings"] else []),
         *(_task(record, task, f"task{index}") for index, task in enumerate(tasks)),
     ]
     if record["together"] is not None:
@@ -191,22 +201,16 @@ def content_of(record: Record, name: str) -> Content:
     return Content(name, f"evaluation of {controllers}", sections)
 
 
-def _asked(record: Record) -> list[str]:
-    names = ", ".join(map(printable, record.get("named") or [])) or "none, only the rules"
-    part = "held out from every training" if record["part"] == "heldout" else f"of the part {record['part']}"
-    return [
-        f"Controllers that were named: {names}. Rules to compare with: {', '.join(map(printable, record['rules']))}.",
-        f"Each grew {counted(record['instances'], 'instance')} of every task ({part}, from number {record['first_instance']}) "
-        f"under the run seeds {', '.join(map(str, record['seeds']))}.",
-        "J is the metric of a task less rent, a price for added parameters (reward.rent). All figures are of the test split.",
-        *map(printable, record.get("lines", ())),
-        *(f"Grown by {line}." for line in worker_lines(record)),
-    ]
-
-
 def _task(record: Record, task: Record, key: str) -> ReportSection:
-    verdicts = [_verdict(row, sample_words(record, task)) for row in compared(task, record)]
-    lines = [f"{sample_words(record, task)}.", *(line for line in verdicts if line)]
+    sample = sample_words(record, task)
+    lines = [f"{sample}."]
+    for row in compared(task, record):
+        found, first, second = row["difference"], printable(row["controller"]), printable(row["rule"])
+        shown = f"J differs by {spread(found, '+.3f')}"
+        if found["low"] is not None and found["low"] <= 0 <= found["high"]:
+            lines.append(f"The difference between {first} and {second} is not resolved by {sample}: {shown}.")
+        elif found["low"] is not None:
+            lines.append(f"{first} is {'better' if found['value'] > 0 else 'worse'} than {second}: {shown}.")
     notes = [
         *interval_lines(record),
         "Interquartile mean: the mean over the middle half of the runs. P(better): how probably a run of the controller has a "
@@ -217,18 +221,6 @@ def _task(record: Record, task: Record, key: str) -> ReportSection:
     ]
     tables, figures = tables_of(task, task["metric"], record), _figures(task, record)
     return ReportSection(key, f"Task {printable(task['task'])}", lines, tables, figures, notes=notes)
-
-
-def _verdict(row: Record, sample: str) -> str | None:
-    """Compare two controllers in a sentence; None without an interval. `sample` are the runs that the comparison is made of."""
-    found = row["difference"]
-    if found["low"] is None:
-        return None
-    first, second = printable(row["controller"]), printable(row["rule"])
-    shown = f"J differs by {spread(found, '+.3f')}"
-    if found["low"] <= 0 <= found["high"]:
-        return f"The difference between {first} and {second} is not resolved by {sample}: {shown}."
-    return f"{first} is {'better' if found['value'] > 0 else 'worse'} than {second}: {shown}."
 
 
 def _figures(estimates: Record, record: Record) -> list[Figure]:
