@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,10 +86,7 @@ class Checkpoints:
         self.join()
         tensors, plain = flatten(state)
         parts = to_parts(tensors)  # not in the thread: a process that exits while a thread runs torch code aborts
-
-        def put() -> None:
-            self._put(number, parts, plain, best)
-
+        put = partial(self._put, number, parts, plain, best)
         self.last, self._started = number, time.monotonic()
         self._writing = self.folder / _name(number), self._background.submit(put), put
 
