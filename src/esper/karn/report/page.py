@@ -357,7 +357,7 @@ def results(model: RunModel) -> tuple[list[str], list[str], list[Table], list[st
         *console.early_stopping_lines(summary),
         *console.widening_lines(summary),
         *console.rare_class_lines(summary),
-        *console.explanation_lines(summary),
+        *(f"why: {sentence}" for sentence in summary.get("explanations", [])),
     ]
     tables = [console.comparison_table(summary), *_rare_classes(summary), _by_environment(model)]
     notes = [*console.objective_lines(summary), *console.table_notes(summary), *console.split_lines(summary)]

@@ -335,11 +335,6 @@ def _named_steps(steps: Sequence[int]) -> str:
     return ("steps " if len(steps) > 1 else "step ") + ", ".join(f"{step}" for step in steps)
 
 
-def explanation_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Return lines with the reasons why nothing was planted, or why planned operations were not carried out."""
-    return [f"why: {sentence}" for sentence in summary.get("explanations", [])]
-
-
 def trouble_lines(summary: Mapping[str, Any]) -> list[str]:
     """Count in lines the rollbacks and refused operations by reason, and the updates that overflowed in float16."""
     lines = []
