@@ -345,7 +345,21 @@ def results(model: RunModel) -> tuple[list[str], list[str], list[Table], list[st
         verdicts.append(f"The run was interrupted after {done}; the figures are those of the networks at that time.")
     if "error" in summary:
         verdicts.append(f"The run failed: {printable(summary['error']['message'])}")
-    lines = _compared(summary)
+    metric, lines = f"test_{summary['metric']}", list[str]()
+    for name, static in summary.get("baselines", {}).items():
+        gaps = [] if static.get(metric) is None else differences(summary[metric]["grown"], static[metric])
+        paired = t_interval(gaps)
+        if paired.size < 2:
+            continue
+        what = f"{name}, {console.DESCRIPTIONS.get(name, 'a static network')}"
+        many, figures = counted(paired.size, "environment"), f"{paired:+.3f}"
+        if not any(gaps):
+            lines.append(f"The grown networks equal {what}, in all {many}.")
+        elif paired.above or paired.below:
+            word = "better" if paired.above else "worse"
+            lines.append(f"The grown networks are {word} than {what}: {figures}, a paired 95 % interval over {many}.")
+        else:
+            lines.append(f"The difference between the grown networks and {what}, is not resolved by {many}: {figures}.")
     if summary.get("regrown"):
         lines.append(
             "The host is a network that was grown before, with its seeds; every environment starts from its weights."
@@ -423,27 +437,6 @@ def _lowest_lines(model: RunModel) -> list[str]:
             f"{population.steps[-1]}."
         )
     return [line]
-
-
-def _compared(summary: Mapping[str, Any]) -> list[str]:
-    """Return how the grown networks compare with each static one, in a sentence each."""
-    metric, lines = f"test_{summary['metric']}", []
-    for name, static in summary.get("baselines", {}).items():
-        values = static.get(metric)
-        gaps = [] if values is None else differences(summary[metric]["grown"], values)
-        paired = t_interval(gaps)
-        if paired.size < 2:
-            continue
-        what = f"{name}, {console.DESCRIPTIONS.get(name, 'a static network')}"
-        many, figures = counted(paired.size, "environment"), f"{paired:+.3f}"
-        if not any(gaps):
-            lines.append(f"The grown networks equal {what}, in all {many}.")
-        elif paired.above or paired.below:
-            word = "better" if paired.above else "worse"
-            lines.append(f"The grown networks are {word} than {what}: {figures}, a paired 95 % interval over {many}.")
-        else:
-            lines.append(f"The difference between the grown networks and {what}, is not resolved by {many}: {figures}.")
-    return lines
 
 
 def _number(value: float | None) -> str:
