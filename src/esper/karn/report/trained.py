@@ -43,10 +43,21 @@ def training_sections(model: RunModel) -> list[ReportSection]:
     names = list(dict.fromkeys(name for row in model.rounds for name in row.figures))
     learning = _curves(model, [name for name in LEARNING if name in names], LEARNING)
     health = _curves(model, [name for name in names if name not in LEARNING], HEALTH)
-    line = f"{counted(len(model.rounds), 'round')}; rounds below 0 are imitation. `esper docs training` explains every figure."
+    many = counted(len(model.rounds), "round")
+    wrong: dict[str, list[RoundRow]] = {}  # with the learner, by name
+    for row in model.rounds:
+        for name in row.anomalies:
+            wrong.setdefault(name, []).append(row)
+    found = [
+        f"In {len(rows)} of {many}, from {_when(rows[0].round)} to {rows[-1].round}: {rows[-1].anomalies[name]}."
+        for name, rows in wrong.items()
+    ]
+    should = "The critic should explain some of the variance of returns (above 0), and the entropy should fall slowly."
+    healthy = [should, *(found or ["Nothing was found to be wrong with the learner."])]
+    line = f"{many}; rounds below 0 are imitation. `esper docs training` explains every figure."
     return [
         ReportSection("training", "Training", [line, *_validation_lines(model)], figures=learning),
-        ReportSection("health", "Health of the learner", _health_lines(model), figures=health),
+        ReportSection("health", "Health of the learner", healthy, figures=health),
         _policy(model),
     ]
 
@@ -106,20 +117,6 @@ def round_seconds(model: RunModel) -> list[str]:
         f"Its {counted(len(rows), 'round')} took {whole:,.1f} seconds, {imitation:,.1f} of them imitation; the controller "
         f"decided and learned for {deciding:,.1f} seconds, and networks were trained, measured and validated in the others."
     ]
-
-
-def _health_lines(model: RunModel) -> list[str]:
-    """Return what was wrong with the learner, if anything was."""
-    lines = ["The critic should explain some of the variance of returns (above 0), and the entropy should fall slowly."]
-    found: dict[str, list[RoundRow]] = {}
-    for row in model.rounds:
-        for name in row.anomalies:
-            found.setdefault(name, []).append(row)
-    many = counted(len(model.rounds), "round")
-    for name, rows in found.items():
-        last = rows[-1]
-        lines.append(f"In {len(rows)} of {many}, from {_when(rows[0].round)} to {last.round}: {last.anomalies[name]}.")
-    return lines if found else [*lines, "Nothing was found to be wrong with the learner."]
 
 
 def _policy(model: RunModel) -> ReportSection:
