@@ -346,8 +346,10 @@ def results(model: RunModel) -> tuple[list[str], list[str], list[Table], list[st
     if "error" in summary:
         verdicts.append(f"The run failed: {printable(summary['error']['message'])}")
     metric, lines = f"test_{summary['metric']}", list[str]()
-    for name, static in summary.get("baselines", {}).items():
-        gaps = [] if static.get(metric) is None else differences(summary[metric]["grown"], static[metric])
+    scores = summary[metric]["grown"]
+    static = {name: each[metric] for name, each in summary.get("baselines", {}).items() if each.get(metric) is not None}
+    for name, values in static.items():
+        gaps = differences(scores, values)
         paired = t_interval(gaps)
         if paired.size < 2:
             continue
@@ -364,8 +366,21 @@ def results(model: RunModel) -> tuple[list[str], list[str], list[Table], list[st
         lines.append(
             "The host is a network that was grown before, with its seeds; every environment starts from its weights."
         )
+    population = model.population
+    known = [(score, env) for env, score in enumerate(scores) if score is not None]
+    if len(known) > 1:
+        score, env = min(known)
+        there = [f"{_number(values[env])} of {printable(name)}" for name, values in static.items()]
+        line = f"The lowest test {printable(summary['metric'])} is {_number(score)}, in environment {env}"
+        line += f", beside {', '.join(there)}." if there else "."
+        if population is not None:  # whether it learned anything
+            begin, end = population.loss[0, env], population.loss[-1, env]
+            line += (
+                f" Its loss on the probe split was {begin:.4g} after step {population.steps[0]} and {end:.4g} after step "
+                f"{population.steps[-1]}."
+            )
+        lines.append(line)
     lines += [
-        *_lowest_lines(model),
         *console.grown_lines(summary),
         *console.trouble_lines(summary),
         *console.early_stopping_lines(summary),
@@ -373,38 +388,28 @@ def results(model: RunModel) -> tuple[list[str], list[str], list[Table], list[st
         *console.rare_class_lines(summary),
         *(f"why: {sentence}" for sentence in summary.get("explanations", [])),
     ]
-    tables = [console.comparison_table(summary), *_rare_classes(summary), _by_environment(model)]
-    notes = [*console.objective_lines(summary), *console.table_notes(summary), *console.split_lines(summary)]
-    return verdicts, lines, tables, notes
-
-
-def _rare_classes(summary: Mapping[str, Any]) -> list[Table]:
-    """Return figures in which every class counts alike, and the confusion matrices, where a class is rare."""
+    tables = [console.comparison_table(summary)]
     found = summary.get("rare_classes")
-    if found is None:
-        return []
-    kinds = {name: found[key] for name, key in (("grown", "grown"), ("twin", "host")) if found[key] is not None}
-    figures = {"balanced accuracy": "balanced_accuracy", "F1": "f1_macro", "ROC AUC": "roc_auc"}
-    rows = [(name, *(console.estimate(each[key], ".4f") for key in figures.values())) for name, each in kinds.items()]
-    names = [printable(name) for name in found["classes"]]
-    rare = ", ".join(map(printable, found["rare"]))
-    caption = f"Every class counts alike, as some are rare ({rare}): means over classes, on the test split"
-    tables = [Table(caption, ("", *figures), rows)]
-    for name, each in kinds.items():
-        if each["confusion"] is None or len(names) > MOST_CLASSES:
-            continue
-        counts = [(own, *(f"{count:,}" for count in row)) for own, row in zip(names, each["confusion"], strict=True)]
-        title = f"Confusion matrix, {name}: test examples by class (row) and prediction (column), over all environments"
-        tables.append(Table(title, ("class", *names), counts))
-    return tables
-
-
-def _by_environment(model: RunModel) -> Table:
-    summary = model.summary or {}
-    metric = f"test_{summary['metric']}"
-    scores, whole, hosts = summary[metric]["grown"], summary["grown_params"], summary["host_params"]
-    static = {name: each[metric] for name, each in summary.get("baselines", {}).items() if each.get(metric) is not None}
+    if found is not None:
+        kinds = {name: found[key] for name, key in (("grown", "grown"), ("twin", "host")) if found[key] is not None}
+        means = {"balanced accuracy": "balanced_accuracy", "F1": "f1_macro", "ROC AUC": "roc_auc"}
+        rows = [(name, *(console.estimate(each[key], ".4f") for key in means.values())) for name, each in kinds.items()]
+        rare = ", ".join(map(printable, found["rare"]))
+        caption = f"Every class counts alike, as some are rare ({rare}): means over classes, on the test split"
+        tables.append(Table(caption, ("", *means), rows))
+        names = [printable(name) for name in found["classes"]]
+        for name, each in kinds.items():
+            if each["confusion"] is None or len(names) > MOST_CLASSES:
+                continue
+            counts = [
+                (own, *(f"{count:,}" for count in row)) for own, row in zip(names, each["confusion"], strict=True)
+            ]
+            title = (
+                f"Confusion matrix, {name}: test examples by class (row) and prediction (column), over all environments"
+            )
+            tables.append(Table(title, ("class", *names), counts))
     failed = Counter(row.env for row in model.rollbacks if not row.twin)
+    whole, hosts = summary["grown_params"], summary["host_params"]
     sizes = hosts if isinstance(hosts, list) else [hosts] * len(whole)
     rows = []
     for env, seeds in enumerate(summary["grown"]):
@@ -413,30 +418,11 @@ def _by_environment(model: RunModel) -> Table:
         rows.append(
             (str(env), _number(scores[env]), *others, f"{whole[env] - sizes[env]:,}", kept or "none", f"{failed[env]}")
         )
-    names = (f"grown, test {printable(summary['metric'])}", *map(printable, static))
-    columns = ("environment", *names, "added parameters", "seeds kept", "rollbacks")
-    return Table("Results by environment", columns, rows, texts=(len(columns) - 2,))
-
-
-def _lowest_lines(model: RunModel) -> list[str]:
-    """Return which environment has the lowest metric, what the host alone has there, and whether it learned anything."""
-    summary, population = model.summary or {}, model.population
-    scores = (summary.get(f"test_{summary.get('metric')}") or {}).get("grown") or []
-    known = [(score, env) for env, score in enumerate(scores) if score is not None]
-    if len(known) < 2:
-        return []
-    score, env = min(known)
-    static = {name: each.get(f"test_{summary['metric']}") for name, each in summary.get("baselines", {}).items()}
-    there = [f"{_number(values[env])} of {printable(name)}" for name, values in static.items() if values]
-    line = f"The lowest test {printable(summary['metric'])} is {_number(score)}, in environment {env}"
-    line += f", beside {', '.join(there)}." if there else "."
-    if population is not None:
-        begin, end = population.loss[0, env], population.loss[-1, env]
-        line += (
-            f" Its loss on the probe split was {begin:.4g} after step {population.steps[0]} and {end:.4g} after step "
-            f"{population.steps[-1]}."
-        )
-    return [line]
+    named = (f"grown, test {printable(summary['metric'])}", *map(printable, static))
+    columns = ("environment", *named, "added parameters", "seeds kept", "rollbacks")
+    tables.append(Table("Results by environment", columns, rows, texts=(len(columns) - 2,)))
+    notes = [*console.objective_lines(summary), *console.table_notes(summary), *console.split_lines(summary)]
+    return verdicts, lines, tables, notes
 
 
 def _number(value: float | None) -> str:
