@@ -8,6 +8,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from numbers import Real
@@ -277,20 +278,41 @@ def custom_objective(
     base: Classification | Regression, loss: Any, metric: Any, class_weights: tuple[float, ...] | None
 ) -> Classification | Regression | CustomObjective:
     """Give `base` a user's loss, metric and class weights in place of its own. InputError if they cannot be used."""
-    score, name = _read_metric(metric, "classification" if isinstance(base, Classification) else "regression")
+    kind = "classification" if isinstance(base, Classification) else "regression"
+    known, score, name = list(METRICS[kind]), None, None
+    if isinstance(metric, str):
+        if metric not in known:
+            hint = did_you_mean(metric, known, similarity=0.7)
+            raise InputError(
+                f"metric is {metric!r}; give {', '.join(known)} for a {kind}, or a function of outputs (B, C) and y that returns "
+                "one score per example, because networks are compared example by example and their mean is the metric"
+                + (f"; {hint}" if hint else "")
+            )
+        score, name = SCORES[metric], metric
+    elif metric is not None:
+        if isinstance(metric, type) or not callable(metric):
+            raise InputError(
+                f"metric is {metric!r}; give a name, as in {known[0]!r}, or a function of outputs (B, C) and y"
+            )
+        score, name = metric, getattr(metric, "__name__", type(metric).__name__)
+        if str(getattr(metric, "__module__", "")).startswith("sklearn."):
+            raise InputError(
+                f"metric is scikit-learn's {name}, which takes predicted labels of a whole split; give one of the names "
+                f"{', '.join(known)}, or a function of outputs (B, C) and y that returns one score per example"
+            )
+        name = name if name.isidentifier() else "score"
+        if name in ("loss", "objective") or name in SCORES:
+            raise InputError(
+                f"metric is a function named {name!r}, which the summary uses already; give it another name"
+            )
     if loss is None and class_weights is None and name in (None, base.metric):
         return base
-    loss_by_example = None if loss is None else _unreduced(loss)
-    return CustomObjective(base, loss_by_example, score, name or base.metric, class_weights, base.outputs)
-
-
-def _unreduced(loss: Any) -> Function:
-    """Return a loss that returns a number for each example: with reduction='none' where the loss has that argument."""
-    if isinstance(loss, type) or not callable(loss):
+    if loss is not None and (isinstance(loss, type) or not callable(loss)):
         given = f"the class {loss.__name__}" if isinstance(loss, type) else repr(loss)
         raise InputError(
             f"loss is {given}; give a function of outputs (B, C) and y, such as torch.nn.HuberLoss() with parentheses"
         )
+    # A loss returns a number for each example: with reduction='none' where it has that argument.
     if isinstance(loss, nn.Module):
         if any(parameter.requires_grad for parameter in loss.parameters()):
             raise InputError(
@@ -299,42 +321,11 @@ def _unreduced(loss: Any) -> Function:
         if vars(loss).get("reduction", "none") != "none":
             loss = copy.deepcopy(loss)
             loss.reduction = "none"
-        return loss
-    try:
-        reduces = "reduction" in inspect.signature(loss).parameters
-    except (TypeError, ValueError):  # some callables that are written in C have no signature
-        reduces = False
-    return partial(loss, reduction="none") if reduces else loss
-
-
-def _read_metric(metric: Any, kind: str) -> tuple[Function | None, str | None]:
-    """Return the score function of a metric and its name; two None where no metric is given."""
-    if metric is None:
-        return None, None
-    known = list(METRICS[kind])
-    if isinstance(metric, str):
-        if metric in known:
-            return SCORES[metric], metric
-        hint = did_you_mean(metric, known, similarity=0.7)
-        raise InputError(
-            f"metric is {metric!r}; give {', '.join(known)} for a {kind}, or a function of outputs (B, C) and y that returns "
-            "one score per example, because networks are compared example by example and their mean is the metric"
-            + (f"; {hint}" if hint else "")
-        )
-    if isinstance(metric, type) or not callable(metric):
-        raise InputError(
-            f"metric is {metric!r}; give a name, as in {known[0]!r}, or a function of outputs (B, C) and y"
-        )
-    name = getattr(metric, "__name__", type(metric).__name__)
-    if str(getattr(metric, "__module__", "")).startswith("sklearn."):
-        raise InputError(
-            f"metric is scikit-learn's {name}, which takes predicted labels of a whole split; give one of the names "
-            f"{', '.join(known)}, or a function of outputs (B, C) and y that returns one score per example"
-        )
-    name = name if name.isidentifier() else "score"
-    if name in ("loss", "objective") or name in SCORES:
-        raise InputError(f"metric is a function named {name!r}, which the summary uses already; give it another name")
-    return metric, name
+    elif loss is not None:
+        with suppress(TypeError, ValueError):  # some callables that are written in C have no signature
+            if "reduction" in inspect.signature(loss).parameters:
+                loss = partial(loss, reduction="none")
+    return CustomObjective(base, loss, score, name or base.metric, class_weights, base.outputs)
 
 
 def check_objective(objective: Objective, output: Tensor, target: Tensor) -> None:
