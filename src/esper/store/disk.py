@@ -244,9 +244,20 @@ class DiskRetry:
         while True:
             try:
                 write()
+            except (DiskFull, Unwritable):
+                raise
             except OSError as error:
+                if error.errno == errno.ENOENT and not self.run.is_dir():
+                    raise Unwritable(
+                        f"cannot write {path}: the folder {self.run} was renamed or removed; give it its name back, or its new "
+                        "name to `esper resume`, which continues after the last checkpoint"
+                    ) from error
                 if error.errno not in FULL:
-                    raise self._unwritable(path, error) from error
+                    large = error.errno == errno.EFBIG
+                    mend = "raise the limit on the size of files (ulimit -f)" if large else "repair that"
+                    raise Unwritable(
+                        f"cannot write {path}: {error.strerror or error}; {mend}, and {self._further()}"
+                    ) from error
                 if full is None and time.monotonic() < end and not self.asked():
                     self.note(
                         f"cannot write {path}: {error.strerror}. The run waits up to {self.seconds:g} s for room: remove files "
@@ -264,17 +275,6 @@ class DiskRetry:
                     f"cannot write {path}: {full.strerror}; make room there, and {self._further()}"
                 ) from full
             time.sleep(min(EVERY, left))
-
-    def _unwritable(self, path: Path, error: OSError) -> OSError:
-        if isinstance(error, DiskFull | Unwritable):
-            return error
-        if error.errno == errno.ENOENT and not self.run.is_dir():
-            return Unwritable(
-                f"cannot write {path}: the folder {self.run} was renamed or removed; give it its name back, or its new name to "
-                "`esper resume`, which continues after the last checkpoint"
-            )
-        mend = "raise the limit on the size of files (ulimit -f)" if error.errno == errno.EFBIG else "repair that"
-        return Unwritable(f"cannot write {path}: {error.strerror or error}; {mend}, and {self._further()}")
 
     def _further(self) -> str:
         if not is_run(self.run):
