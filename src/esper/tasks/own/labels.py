@@ -151,9 +151,15 @@ def _of_one_type(values: NDArray[Any]) -> NDArray[Any]:
     """Convert an array of objects to numbers or bools where all entries are; otherwise keep it, with None for a missing label."""
     flat = [None if is_missing(entry) else entry for entry in values.ravel().tolist()]
     kinds: dict[str, object] = {}
-    for entry in flat:
-        if entry is not None:
-            kinds.setdefault(_type_of(entry), entry)
+    named = ((str, "text"), (bool | np.bool_, "a truth value"), (Integral, "a whole number"), (Real, "a number"))
+    for entry in filter(lambda entry: entry is not None, flat):
+        kind = next((name for types, name in named if isinstance(entry, types)), None)
+        if kind is None:
+            raise InputError(
+                f"y holds {str(entry)[:40]!r}, {kind_of(entry)}; give class labels as text or whole numbers, or targets as "
+                "numbers"
+            )
+        kinds.setdefault(kind, entry)
     if len(kinds) > 1 and kinds.keys() != {"a whole number", "a number"}:
         shown = " and ".join(f"{str(entry)[:40]!r}, {kind}," for kind, entry in kinds.items())
         raise InputError(f"y holds {shown} among its labels; give labels of one type")
@@ -162,21 +168,6 @@ def _of_one_type(values: NDArray[Any]) -> NDArray[Any]:
     if None not in flat and kinds.keys() & {"a whole number", "a truth value"}:
         return np.array(flat).reshape(values.shape)
     return np.array(flat, object).reshape(values.shape)
-
-
-def _type_of(entry: object) -> str:
-    if isinstance(entry, str):
-        return "text"
-    if isinstance(entry, bool | np.bool_):
-        return "a truth value"
-    if isinstance(entry, Integral):
-        return "a whole number"
-    if isinstance(entry, Real):
-        return "a number"
-    raise InputError(
-        f"y holds {str(entry)[:40]!r}, {kind_of(entry)}; give class labels as text or whole numbers, or targets as "
-        "numbers"
-    )
 
 
 def _is_one_hot(values: NDArray[Any]) -> bool:
