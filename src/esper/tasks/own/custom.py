@@ -172,7 +172,25 @@ def task_from(
     target = parts.train.y[:few]
     labels = [] if data.classes is None else [split.y.flatten() for split in parts]
     counts = torch.bincount(torch.cat(labels), minlength=len(data.classes or ())).tolist() if labels else []
-    outputs = _check_factory(host, read(few), base, target, _wanted_outputs(data.classes, counts, base.outputs))
+    first, second = _draw_host(host), _draw_host(host)
+    if first is second:
+        raise InputError("the host factory returned the same module twice; build a new one in every call")
+    if isinstance(first, SegmentedHost):
+        floating = {name: p.dtype for name, p in first.named_parameters() if p.is_floating_point()}
+        for each, dtype in floating.items():
+            if dtype != dtype_of(first):
+                raise InputError(
+                    f"the host's {next(iter(floating))} is {dtype_of(first)} and its {each} is {dtype}; build it in one dtype"
+                )
+    if data.classes is None:
+        targets = counted(base.outputs, "floating-point target")
+        wanted = f"y holds {targets} per example (for classes give whole numbers or text, or kind='classification')"
+    else:
+        rarest = sorted(zip(counts, range(len(data.classes)), strict=True))[:LISTED]  # they may be typing errors
+        listed = ", ".join(f"{repr(data.classes[index])[:40]} ({counted(count, 'example')})" for count, index in rarest)
+        which = "" if len(data.classes) <= LISTED else ", the rarest of them"
+        wanted = f"y has {len(data.classes)} classes{which}: {listed}"
+    outputs = check_host(first, cast(read(few), dtype_of(first)), base.outputs, wanted, base, target)
     check_objective(base, outputs if target_scaling is None else target_scaling.restore(outputs), target)
     _warn_of_mistakes(data, parts, counts, host if loss is None else None, standardize)
     objective: Objective = base
@@ -306,32 +324,6 @@ def _read_host(host: Callable[[], SegmentedHost]) -> Callable[[], SegmentedHost]
             UserWarning,
         )
     return RegrownHost(network)
-
-
-def _check_factory(host: Callable[[], SegmentedHost], x: Batch, objective: Objective, y: Tensor, wanted: str) -> Tensor:
-    """Return the outputs (B, ..., C) of a host for a few examples, which must fit the objective and y; wanted: for messages."""
-    first, second = _draw_host(host), _draw_host(host)
-    if first is second:
-        raise InputError("the host factory returned the same module twice; build a new one in every call")
-    if isinstance(first, SegmentedHost):
-        floating = {name: p.dtype for name, p in first.named_parameters() if p.is_floating_point()}
-        for name, dtype in floating.items():
-            if dtype != dtype_of(first):
-                raise InputError(
-                    f"the host's {next(iter(floating))} is {dtype_of(first)} and its {name} is {dtype}; build it in one dtype"
-                )
-    return check_host(first, cast(x, dtype_of(first)), objective.outputs, wanted, objective, y)
-
-
-def _wanted_outputs(classes: Sequence[Label] | None, counts: Sequence[int], outputs: int) -> str:
-    """Return why a host needs this number of outputs: the number of examples of each class, or the number of targets."""
-    if classes is None:
-        targets = counted(outputs, "floating-point target")
-        return f"y holds {targets} per example (for classes give whole numbers or text, or kind='classification')"
-    rarest = sorted(zip(counts, range(len(classes)), strict=True))[:LISTED]  # they may be typing errors
-    listed = ", ".join(f"{repr(classes[index])[:40]} ({counted(count, 'example')})" for count, index in rarest)
-    which = "" if len(classes) <= LISTED else ", the rarest of them"
-    return f"y has {len(classes)} classes{which}: {listed}"
 
 
 def _warn_of_mistakes(
