@@ -77,7 +77,13 @@ def write_folder(folder: Path, files: Mapping[str, Content]) -> None:
     it there, and the next `write_folder` first restores its name. Processes that write into one parent folder take turns.
     """
     new, old = _aside(folder, "new"), _aside(folder, "old")
-    with _alone_in(folder.parent) as parent:
+    parent = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(parent, fcntl.LOCK_EX)
+        except OSError as error:  # a file system without flock is written to without it
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
         if os.path.lexists(old) and not os.path.lexists(folder):
             os.rename(old, folder)
         remove(new)
@@ -95,23 +101,10 @@ def write_folder(folder: Path, files: Mapping[str, Content]) -> None:
         os.rename(new, folder)
         os.fsync(parent)
         remove(old)
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[int]:
-    """Yield a descriptor of a folder that is locked by flock, if the file system has flock."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                raise
-        yield descriptor
         with suppress(OSError):  # explicitly, because a forked child keeps the descriptor open
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            fcntl.flock(parent, fcntl.LOCK_UN)
     finally:
-        os.close(descriptor)
+        os.close(parent)
 
 
 def find_folder(folder: Path) -> Path:
