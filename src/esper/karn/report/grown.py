@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from esper.karn.report.decided import REFUSALS
 from esper.karn.report.drawing import COLOURS, LASTING, Figure, ForestRow, Series, curves, forest, heat_map, timeline
 from esper.karn.report.frame import ReportSection
-from esper.karn.run_model import NO_SEED, SIZE_CURVES, EpisodeSteps, RunModel
+from esper.karn.run_model import NO_SEED, SIZE_CURVES, RunModel
 from esper.karn.terminal.console import DESCRIPTIONS, Table
 from esper.leyline.intervals import differences, mean_and_error, plus_minus, t_interval
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
@@ -95,22 +95,6 @@ def growth_section(model: RunModel) -> ReportSection | None:
         f'<i class="letter stage{Stage.PRUNED.value}">◆</i>PRUNED: removed at this step',
     ]
     legend = "".join(f'<span class="key">{key}</span>' for key in keys)
-    lines = [
-        *_limit_lines(model, population),
-        "One line for each environment, time to the right; a paler colour is a smaller alpha, the strength at which a seed "
-        "acts. GERMINATED and PRUNED last less than a step and are drawn as marks. Point at a stage or a mark, or move to a "
-        "figure with the tab key and through it with the arrow keys, to read what it is and why.",
-    ]
-    seeds, names = population.seed[-1], list(head.blueprints)
-    counts = [[(seeds[:, s] == k).sum() for k in (*range(len(names)), NO_SEED)] for s in range(seeds.shape[1])]
-    title = f"Environments with each seed in each slot, after step {population.steps[-1]}"
-    paper = heat_map(title, list(head.slots), [*names, "empty"], np.array(counts).astype(float), "blueprint")
-    extra = Markup(f'<p class="legend">{legend}</p>')
-    return ReportSection("growth", "What grew, where and when", lines, figures=figures, extra=extra, papers=[paper])
-
-
-def _limit_lines(model: RunModel, population: EpisodeSteps) -> list[str]:
-    """Return whether the limits on seeds and parameters were reached, and how many decisions they closed or refused."""
     lifecycle = model.config.get("lifecycle") or {}
     seeds, incubating = lifecycle.get("max_seeds"), lifecycle.get("max_training_seeds")
     stage = population.stage[:-1]  # before every decision but the first
@@ -145,16 +129,26 @@ def _limit_lines(model: RunModel, population: EpisodeSteps) -> list[str]:
         "governor.param_limit, which refuses seeds": governor.get("param_limit"),
         "reward.param_budget, above which the reward has a penalty": reward.get("param_budget"),
     }
-    known = [f"{value} of the host's parameters ({key})" for key, value in caps.items() if value is not None]
+    limits = [f"{value} of the host's parameters ({key})" for key, value in caps.items() if value is not None]
     most = population.added.max()
-    lines.append(f"Limits on parameters: {'; '.join(known) or 'none'}. Most that were added at once: {most:,}.")
+    lines.append(f"Limits on parameters: {'; '.join(limits) or 'none'}. Most that were added at once: {most:,}.")
     held = {reason: model.refused.get(reason, 0) for reason in ("seed_cap", "param_budget", "memory")}
-    counts = ", ".join(f"{count:,} because {REFUSALS[reason]}" for reason, count in held.items() if count)
+    refused = ", ".join(f"{count:,} because {REFUSALS[reason]}" for reason, count in held.items() if count)
     lines.append(
-        f"Plantings that the controller chose and a limit refused: {counts or 'none'}. A controller is shown which decisions "
+        f"Plantings that the controller chose and a limit refused: {refused or 'none'}. A controller is shown which decisions "
         "are open and chooses among them, so a limit mostly shows in the decisions that it closed."
     )
-    return lines
+    lines += [
+        "One line for each environment, time to the right; a paler colour is a smaller alpha, the strength at which a seed "
+        "acts. GERMINATED and PRUNED last less than a step and are drawn as marks. Point at a stage or a mark, or move to a "
+        "figure with the tab key and through it with the arrow keys, to read what it is and why.",
+    ]
+    seeds, names = population.seed[-1], list(head.blueprints)
+    counts = [[(seeds[:, s] == k).sum() for k in (*range(len(names)), NO_SEED)] for s in range(seeds.shape[1])]
+    title = f"Environments with each seed in each slot, after step {population.steps[-1]}"
+    paper = heat_map(title, list(head.slots), [*names, "empty"], np.array(counts).astype(float), "blueprint")
+    extra = Markup(f'<p class="legend">{legend}</p>')
+    return ReportSection("growth", "What grew, where and when", lines, figures=figures, extra=extra, papers=[paper])
 
 
 def worth_section(model: RunModel) -> ReportSection | None:
