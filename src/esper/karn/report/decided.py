@@ -40,8 +40,38 @@ def decisions_section(model: RunModel) -> ReportSection | None:
     """Return what was decided and why, and what was refused."""
     if model.head is None:
         return None
-    tables, figures, lines = [], [], _gate_lines(model)
+    tables, figures = [], []
     if model.tallies:
+        gates, sizes = model.config.get("gates") or {}, ((model.summary or {}).get("examples") or {}).get("probe")
+        examples = (
+            f"the {counted(sizes, 'example')} of the probe split" if isinstance(sizes, int) else "the probe split"
+        )
+        lines = [
+            f"The contribution of a seed is the metric of its network less the metric with the seed switched off, on {examples}; "
+            "in the reasons of single decisions, ± is its standard error over these examples.",
+            "The incubation gain of a seed in TRAINING is the loss of its network less the loss with the seed switched on, so "
+            "more than 0 is good.",
+        ]
+        if gates.get("certify") is not None:
+            lines.append(
+                "A seed is kept only if it is certified by examples that neither training nor the probe reads; the chance that "
+                f"the environments that share these examples certify a seed that does not help is at most {gates['certify']:g} "
+                "(gates.certify)."
+            )
+        bounds = []
+        for what, key, least in (
+            ("before a seed acts, its gain", "gain_z", 0.0),
+            ("before it is kept, its contribution", "contribution_z", gates.get("min_contribution", 0.0)),
+        ):
+            if key in gates:
+                errors = "less its standard error" if gates[key] == 1 else f"less {gates[key]:g} of its standard errors"
+                bounds.append(f"{what} {errors} must exceed {least:g} (gates.{key})")
+        if gates.get("permissive"):
+            lines.append(
+                "Gates, the conditions on a seed before it may act or be kept, ask only that it was measured (gates.permissive)."
+            )
+        elif bounds:
+            lines.append(f"Gates are conditions on a seed: {'; '.join(bounds)}.")
         # Rent is charged where the sizes of the hosts are known.
         reward, hosts = model.config.get("reward") or {}, model.head.host_param_counts
         size = max(float(np.mean(hosts)), reward.get("rent_size") or 0) if len(hosts) and "rent" in reward else None
@@ -147,38 +177,6 @@ def decisions_section(model: RunModel) -> ReportSection | None:
         texts = range(len(columns) - 4, len(columns))
         tables.append(Table(f"Keeps and prunes with their reasons{more}", columns, listed, texts))
     return ReportSection("decisions", "Decisions and why", lines, tables, figures)
-
-
-def _gate_lines(model: RunModel) -> list[str]:
-    """Return what a contribution and a gate are, with the numbers of this run."""
-    gates, sizes = model.config.get("gates") or {}, ((model.summary or {}).get("examples") or {}).get("probe")
-    examples = f"the {counted(sizes, 'example')} of the probe split" if isinstance(sizes, int) else "the probe split"
-    lines = [
-        f"The contribution of a seed is the metric of its network less the metric with the seed switched off, on {examples}; in "
-        "the reasons of single decisions, ± is its standard error over these examples.",
-        "The incubation gain of a seed in TRAINING is the loss of its network less the loss with the seed switched on, so more "
-        "than 0 is good.",
-    ]
-    if gates.get("certify") is not None:
-        lines.append(
-            "A seed is kept only if it is certified by examples that neither training nor the probe reads; the chance that "
-            f"the environments that share these examples certify a seed that does not help is at most {gates['certify']:g} "
-            "(gates.certify)."
-        )
-    if gates.get("permissive"):
-        lines.append(
-            "Gates, the conditions on a seed before it may act or be kept, ask only that it was measured (gates.permissive)."
-        )
-        return lines
-    bounds = []
-    for what, key, least in (
-        ("before a seed acts, its gain", "gain_z", 0.0),
-        ("before it is kept, its contribution", "contribution_z", gates.get("min_contribution", 0.0)),
-    ):
-        if key in gates:
-            errors = "less its standard error" if gates[key] == 1 else f"less {gates[key]:g} of its standard errors"
-            bounds.append(f"{what} {errors} must exceed {least:g} (gates.{key})")
-    return [*lines, f"Gates are conditions on a seed: {'; '.join(bounds)}."] if bounds else lines
 
 
 def _fate(row: LifecycleRow) -> str:
