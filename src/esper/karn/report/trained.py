@@ -54,9 +54,32 @@ def training_sections(model: RunModel) -> list[ReportSection]:
     ]
     should = "The critic should explain some of the variance of returns (above 0), and the entropy should fall slowly."
     healthy = [should, *(found or ["Nothing was found to be wrong with the learner."])]
-    line = f"{many}; rounds below 0 are imitation. `esper docs training` explains every figure."
+    lines = [f"{many}; rounds below 0 are imitation. `esper docs training` explains every figure."]
+    validated = [(row.round, row.figures.get("validation_objective")) for row in model.rounds]
+    known = [(number, value) for number, value in validated if value is not None]
+    if not known:
+        lines.append("The controller was not validated.")
+    else:
+        first, last, best = known[0], known[-1], max(known, key=lambda each: each[1])
+        every = (model.config.get("ppo") or {}).get("validate_every")
+        when = "" if every is None else f", every {every} rounds and at the end (ppo.validate_every)"
+        lines.append(
+            f"Validated {counted(len(known), 'time')}{when}: J {first[1]:.4f} at first ({_when(first[0])}), {best[1]:.4f} at "
+            f"best ({_when(best[0])}), {last[1]:.4f} at last ({_when(last[0])})."
+        )
+        before, after = model.validated.get(first[0], ()), model.validated.get(last[0], ())
+        change = t_interval([b - a for a, b in zip(before, after, strict=False) if a is not None and b is not None])
+        if first[0] != last[0] and len(before) == len(after) and change.size > 1:
+            networks = counted(change.size, "network")
+            verdict = f"Whether the policy changed is not resolved by {networks}"
+            if change.above or change.below:
+                verdict = f"The policy became {'better' if change.above else 'worse'}"
+            lines.append(
+                f"{verdict} from the first validation to the last: J {change:+.4f}, a paired 95 % interval over {networks}, on "
+                "the same instances. It covers the choice of instances, not of the run seed."
+            )
     return [
-        ReportSection("training", "Training", [line, *_validation_lines(model)], figures=learning),
+        ReportSection("training", "Training", lines, figures=learning),
         ReportSection("health", "Health of the learner", healthy, figures=health),
         _policy(model),
     ]
@@ -69,36 +92,6 @@ def _curves(model: RunModel, names: Sequence[str], headings: Mapping[str, str]) 
         series = [Series(words, values, "grown")]
         figures.append(curves(headings.get(name, words), rounds, series, "round", "", 180))
     return [figure for figure in figures if figure.absent is None]
-
-
-def _validation_lines(model: RunModel) -> list[str]:
-    found = [(row.round, row.figures.get("validation_objective")) for row in model.rounds]
-    known = [(number, value) for number, value in found if value is not None]
-    if not known:
-        return ["The controller was not validated."]
-    first, last, best = known[0], known[-1], max(known, key=lambda each: each[1])
-    ppo = model.config.get("ppo") or {}
-    when = (
-        f", every {ppo['validate_every']} rounds and at the end (ppo.validate_every)" if "validate_every" in ppo else ""
-    )
-    lines = [
-        f"Validated {counted(len(known), 'time')}{when}: J {first[1]:.4f} at first ({_when(first[0])}), {best[1]:.4f} at best "
-        f"({_when(best[0])}), {last[1]:.4f} at last ({_when(last[0])})."
-    ]
-    before, after = model.validated.get(first[0], ()), model.validated.get(last[0], ())
-    gaps = [b - a for a, b in zip(before, after, strict=False) if a is not None and b is not None]
-    change = t_interval(gaps)
-    if first[0] == last[0] or len(before) != len(after) or change.size < 2:
-        return lines
-    many = counted(change.size, "network")
-    verdict = f"Whether the policy changed is not resolved by {many}"
-    if change.above or change.below:
-        verdict = f"The policy became {'better' if change.above else 'worse'}"
-    return [
-        *lines,
-        f"{verdict} from the first validation to the last: J {change:+.4f}, a paired 95 % interval over {many}, on "
-        "the same instances. It covers the choice of instances, not of the run seed.",
-    ]
 
 
 def _when(number: int) -> str:
