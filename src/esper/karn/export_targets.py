@@ -292,15 +292,6 @@ def boxes_of(summary: Mapping[str, Any], slots: Sequence[str]) -> Iterator[Box]:
     yield Box("output", "output", f"{summary['grown_params'][env]:,} parameters with seeds")
 
 
-def title_of(summary: Mapping[str, Any]) -> str:
-    """Return a line with the network that is drawn, and how many others have seeds in the same slots."""
-    env, grown = summary["best"]["env"], summary["grown"]
-    same = sum(each == grown[env] for each in grown)
-    return (
-        f"{summary['task']}, {summary['controller']}: environment {env}, the best; {same} of {len(grown)} grew the same"
-    )
-
-
 ROW, BOX, WIDE = 44, 32, 330  # height of a row and of the box in it, width of a box [px]
 LONGEST = 100  # characters of a line; a longer one is cut
 MOST_BOXES = 100  # of an image; the last of more are left out

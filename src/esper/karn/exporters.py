@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from esper.karn.export_targets import KEPT, MAKE, Box, Target, boxes_of, drawing, final_table, title_of
+from esper.karn.export_targets import KEPT, MAKE, Box, Target, boxes_of, drawing, final_table
 from esper.karn.reader import OpenRun, Tail, open_run
 from esper.karn.run_model import RunModel
 from esper.leyline.distribution import check_installed
@@ -72,7 +72,9 @@ class Export:
             self._open()
             if "rounds_done" not in summary:  # a training grows other networks in every round
                 boxes = self.draw(self.run, summary) or list(boxes_of(summary, self.model.slots))
-                pixels = drawing(title_of(summary), boxes)
+                env, grown = summary["best"]["env"], summary["grown"]
+                best = f"{summary['task']}, {summary['controller']}: environment {env}, the best"
+                pixels = drawing(f"{best}; {grown.count(grown[env])} of {len(grown)} grew the same", boxes)
                 self._call(lambda: self.target.image("architecture", pixels, x))
             self._call(lambda: self.target.table("final_table", table, x))
             self.is_final = True
