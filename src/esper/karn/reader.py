@@ -225,10 +225,13 @@ class OpenRun:
         return f"<run {str(self.folder)!r}, {self.status}>"
 
     def _repr_html_(self) -> str:
-        """Return the head of the run's report, which a notebook shows."""
-        from esper.karn.report.page import head_of  # imported here because it takes rich along
+        """Return what a notebook shows: the heading of the run's report, what came out, and the tables of figures."""
+        from esper.karn.report import frame, page  # imported here because they take rich along
 
-        return head_of(read_model(self), self.folder.resolve().name)
+        model, name = read_model(self), self.folder.resolve().name
+        verdicts, others, tables, _ = page.results(model)
+        lines = [page.heading(model), *verdicts, *others]
+        return frame.TEMPLATES.get_template("head.html").render(name=name, lines=lines, tables=tables)
 
     def _json(self, name: str) -> Any:
         path = self.folder / name

@@ -293,14 +293,6 @@ def _data(model: RunModel) -> Markup | None:
     return Markup(json.dumps(known, separators=(",", ":")).replace("<", "\\u003c"))
 
 
-def head_of(model: RunModel, name: str) -> str:
-    """Write the beginning of the page in HTML: the heading, the sentences on what came out, and the table of figures."""
-    verdicts, others, tables, _ = results(model)
-    return frame.TEMPLATES.get_template("head.html").render(
-        name=name, lines=[heading(model), *verdicts, *others], tables=tables
-    )
-
-
 def heading(model: RunModel) -> str:
     """Return what runs where, and how it stands, in one line."""
     head = model.head
