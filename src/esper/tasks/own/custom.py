@@ -17,7 +17,7 @@ from esper.leyline.config.arguments import check_integer, known_as, required_arg
 from esper.leyline.config.tree import build_config, merge_settings
 from esper.leyline.data.batches import Batch, cast, leaves, map_leaves, picked, run
 from esper.leyline.data.duplicates import example_digests, repeated
-from esper.leyline.data.preprocess import Preprocess, preprocess_from
+from esper.leyline.data.preprocess import preprocess_from
 from esper.leyline.data.task import Label, Objective, Split, Task, one_tensor
 from esper.leyline.errors import DataWarning, InputError, typed_line, warn
 from esper.leyline.text import counted, kind_of, with_article
@@ -136,7 +136,21 @@ def task_from(
             "classes=...) with the numbers of features and classes (`esper docs tasks`)"
         )
     if preprocess is not None:
-        preprocess, x, splits = _preprocessed(preprocess, x, splits)
+        pairs = {} if x is not None or splits is None else splits
+        whole = {each: pair for each, pair in pairs.items() if isinstance(pair, tuple | list) and len(pair) == 2}
+        raw = whole["train"][0] if "train" in whole else x
+        if raw is None or isinstance(raw, Dataset | Mapping | tuple):
+            what = "no pairs (x, y)" if raw is None else kind_of(raw)
+            raise InputError(
+                f"preprocess was given, but the examples are {what}; "
+                "give x as one frame or array, or leave preprocess out and transform the examples yourself"
+            )
+        preprocess = preprocess_from(preprocess, raw)
+        if x is not None:
+            x = preprocess.apply(x)
+        else:
+            made = {each: (preprocess.apply(own, f"the {each} split"), labels) for each, (own, labels) in whole.items()}
+            splits = {**pairs, **made}
     skip = build_config(defaults or {}).data.nonfinite == "skip"
     given = Given(x, y, splits, fractions, seed, kind, classes, sample_weights, workers, stream, skip)
     data = read_examples(given, host, length)
@@ -216,23 +230,6 @@ def task_from(
         source=None if data.source is None else replace(data.source, like=parts.train),
         preprocess=preprocess,
     )
-
-
-def _preprocessed(fitted: Any, x: Any, splits: Mapping[str, Any] | None) -> tuple[Preprocess, Any, Any]:
-    """Read a transformer, and make with it the features of x, or where x is None those of the four splits."""
-    pairs = {} if x is not None or splits is None else splits
-    whole = {name: pair for name, pair in pairs.items() if isinstance(pair, tuple | list) and len(pair) == 2}
-    raw = whole["train"][0] if "train" in whole else x
-    if raw is None or isinstance(raw, Dataset | Mapping | tuple):
-        given = "no pairs (x, y)" if raw is None else kind_of(raw)
-        raise InputError(
-            f"preprocess was given, but the examples are {given}; "
-            "give x as one frame or array, or leave preprocess out and transform the examples yourself"
-        )
-    made = preprocess_from(fitted, raw)
-    if x is not None:
-        return made, made.apply(x), splits
-    return made, None, {**pairs, **{name: (made.apply(x, f"the {name} split"), y) for name, (x, y) in whole.items()}}
 
 
 def _objective(
