@@ -73,20 +73,16 @@ def judge(seeds: Seeds, measurements: Measurements, config: GatesConfig, space: 
         keys = "gates.contribution_z and gates.min_contribution"
         worth = _bound("contribution", brought, config.contribution_z, config.min_contribution, keys)
     if space is not None and space.stacks:
-        ready.append(_in_turn(seeds, space))
+        # No further block in front of one, in the same stack, may incubate or blend.
+        copies = np.array([each.copies for each in space.blueprints])
+        block = (seeds.blueprint >= 0) & copies[np.maximum(seeds.blueprint, 0)]
+        early = frozenset({Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING})
+        coming = block & among(seeds.stage, early) & ~seeds.doomed
+        in_front = np.array([[stack == own and at < here for own, here in space.stacks] for stack, at in space.stacks])
+        waits = block & (coming[:, :, None] & in_front).any(1)
+        margin, failure = np.where(waits, -1.0, 1.0), "a block in front of it is not on trial yet"
+        ready.append(Check("turn", margin, waits.astype(np.float64), failure))
     return Gates(Gate(Stage.TRAINING, tuple(ready)), Gate(Stage.HOLDING, (held, worth, *certified)))
-
-
-def _in_turn(seeds: Seeds, space: Space) -> Check:
-    """Return the check that no further block in front of one, in the same stack, incubates or blends."""
-    copies = np.array([each.copies for each in space.blueprints])
-    block = (seeds.blueprint >= 0) & copies[np.maximum(seeds.blueprint, 0)]
-    coming = block & among(seeds.stage, frozenset({Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING})) & ~seeds.doomed
-    in_front = np.array([[stack == own and at < here for own, here in space.stacks] for stack, at in space.stacks])
-    waits = block & (coming[:, :, None] & in_front).any(1)
-    return Check(
-        "turn", np.where(waits, -1.0, 1.0), waits.astype(np.float64), "a block in front of it is not on trial yet"
-    )
 
 
 def _dwell(name: str, seeds: Seeds, steps: int) -> Check:
