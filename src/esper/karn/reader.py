@@ -20,7 +20,7 @@ from esper.leyline.distribution import of_extra
 from esper.leyline.errors import InputError, typed_line
 from esper.leyline.text import counted
 from esper.nissa.events import RunShape, decode_lines, read_events, record
-from esper.nissa.rows import ROWS, Row
+from esper.nissa.rows import ROWS, Count, Row
 from esper.store.disk import open_regular, read_kept
 from esper.store.files import CHANGES, CONFIG, ENVIRONMENT, EVENTS, SUMMARY, is_run
 from esper.store.lock import LOCK, lives, owner_of
@@ -307,7 +307,6 @@ def _column(values: list[Any]) -> Any:
 
 # The types of config.yaml, environment.json and summary.json. Keys that are not named here are left to who reads them.
 
-Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Value = float | None
 
 

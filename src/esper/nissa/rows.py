@@ -18,20 +18,18 @@ from numpy.typing import NDArray
 
 from esper.leyline.lifecycle.stages import Stage
 
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+StageNumber = Annotated[int, Meta(ge=int(min(Stage)), le=int(max(Stage)))]
+
 if TYPE_CHECKING:
     Numbers = Sequence[float | None] | NDArray[np.floating[Any]]
     Matrix = Sequence[Sequence[float | None]] | NDArray[np.floating[Any]]
     Integers = Sequence[int] | NDArray[np.integer[Any]]
     Table = Sequence[Sequence[int]] | NDArray[np.integer[Any]]
-    Count: TypeAlias = int
-    Whole: TypeAlias = int
-    StageNumber: TypeAlias = int
     StageName: TypeAlias = str
     Cube = Sequence[Sequence[Sequence[float | None]]] | NDArray[np.floating[Any]]
 else:  # the types in the file, where null stands for a list of nulls
-    Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-    Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-    StageNumber = Annotated[int, Meta(ge=int(min(Stage)), le=int(max(Stage)))]
     StageName = Literal[tuple(Stage.__members__)]
     Numbers = Annotated[list[float | None], "E"]
     Matrix = Annotated[list[list[float | None] | None], "ES"]
