@@ -249,16 +249,19 @@ def compare(*runs: str | PathLike[str], out: str | PathLike[str] | None = None) 
     return comparison
 
 
+FIGURES: Sequence[tuple[str, Callable[[EpisodeSteps], Floats]]] = (
+    ("metric on the probe split", lambda population: population.metric),
+    ("loss on the probe split", lambda population: population.loss),
+    ("added parameters", lambda population: population.added.astype(float)),
+)
+"""Figures over the steps of an episode, with the values (T, E) that each shows."""
+
+
 def content_of(comparison: Comparison) -> Content:
     """Return what the page of a comparison shows."""
     runs = comparison.runs
-    sections = [_result(comparison), _settings(runs), _curves(runs), _growth(runs), _trainings(runs)]
-    names = ", ".join(printable(run.name) for run in runs)
-    return Content("Comparison of runs", names, [section for section in sections if section is not None])
-
-
-def _result(comparison: Comparison) -> ReportSection:
-    tables = [result_table(comparison.runs)]
+    names = [printable(run.name) for run in runs]
+    tables = [result_table(runs)]
     pairs = [
         (
             f"{printable(each.first)} less {printable(each.second)}",
@@ -269,70 +272,41 @@ def _result(comparison: Comparison) -> ReportSection:
         if each.metric is not None
     ]
     if pairs:
-        columns = ("runs", "test metric", "J", "added parameters", "environments")
+        columns = ["runs", "test metric", "J", "added parameters", "environments"]
         tables.append(Table("Difference of every pair, with its 95 % interval", columns, pairs))
     lines = [each.sentence for each in comparison.verdicts]
-    return ReportSection("result", "How the runs compare", lines, tables, notes=notes(comparison))
+    sections = [ReportSection("result", "How the runs compare", lines, tables, notes=notes(comparison))]
 
-
-def _settings(runs: Sequence[Compared]) -> ReportSection:
     flat = [dict(flat_settings(run.model.config)) for run in runs]
     keys = dict.fromkeys(key for config in flat for key in config)
     every = [(key, *(config.get(key, "absent") for config in flat)) for key in keys]
     rows = [row for row in every if len(set(row[1:])) > 1]
-    if not rows:
-        return ReportSection("asked", "What was asked", ["All settings are the same."])
-    columns = ("key", *(printable(run.name) for run in runs))
-    caption = "Settings that differ"
-    return ReportSection("asked", "What was asked", [], [Table(caption, columns, rows, texts=range(1, len(columns)))])
+    lines = [] if rows else ["All settings are the same."]
+    tables = [Table("Settings that differ", ["key", *names], rows, texts=range(1, 1 + len(names)))] if rows else []
+    sections.append(ReportSection("asked", "What was asked", lines, tables))
 
+    drawn = [(run.name, f"run{index % COLOURS}", run.model) for index, run in enumerate(runs)]
+    shown = [(name, style, model.population) for name, style, model in drawn if model.population is not None]
+    if shown:
+        steps = sorted({int(step) for _, _, population in shown for step in population.steps})
+        figures = []
+        for title, read in FIGURES:
+            series = [
+                Series(name, _on_axis(steps, population.steps.tolist(), read(population)), style)
+                for name, style, population in shown
+            ]
+            figures.append(curves(title.capitalize(), steps, series, "step", title))
+        lines = ["Lines are medians over environments; bands reach from the 10th to the 90th percentile."]
+        left_out = [printable(name) for name, _, model in drawn if model.population is None]
+        if left_out:
+            lines.append(f"Without steps in their events, and so not drawn: {', '.join(left_out)}.")
+        sections.append(ReportSection("curves", "Over time", lines, figures=figures))
 
-FIGURES: Sequence[tuple[str, Callable[[EpisodeSteps], Floats]]] = (
-    ("metric on the probe split", lambda population: population.metric),
-    ("loss on the probe split", lambda population: population.loss),
-    ("added parameters", lambda population: population.added.astype(float)),
-)
-"""Figures over the steps of an episode, with the values (T, E) that each shows."""
-
-
-def _curves(runs: Sequence[Compared]) -> ReportSection | None:
-    drawn = [(index, run, run.model.population) for index, run in enumerate(runs)]
-    shown = [(index, run, population) for index, run, population in drawn if population is not None]
-    if not shown:
-        return None
-    steps = sorted({int(step) for _, _, population in shown for step in population.steps})
-    figures = []
-    for title, read in FIGURES:
-        series = [
-            Series(run.name, _on_axis(steps, population.steps.tolist(), read(population)), f"run{index % COLOURS}")
-            for index, run, population in shown
-        ]
-        figures.append(curves(title.capitalize(), steps, series, "step", title))
-    lines = ["Lines are medians over environments; bands reach from the 10th to the 90th percentile."]
-    left_out = [printable(run.name) for _, run, population in drawn if population is None]
-    if left_out:
-        lines.append(f"Without steps in their events, and so not drawn: {', '.join(left_out)}.")
-    return ReportSection("curves", "Over time", lines, figures=figures)
-
-
-def _on_axis(axis: Sequence[int], steps: Sequence[int], values: Floats) -> Floats:
-    """Spread values (T, E) over an axis of steps; it has nan where this run has no such step."""
-    spread = np.full((len(axis), values.shape[1]), np.nan)
-    spread[np.searchsorted(axis, steps)] = values
-    return spread
-
-
-def _growth(runs: Sequence[Compared]) -> ReportSection | None:
     grown = [(run, run.summary["grown"]) for run in runs if run.summary is not None]
-    if not grown:
-        return None
     counts = [
         Counter((slot, blueprint) for network in networks for slot, blueprint in network.items())
         for _, networks in grown
     ]
-    seeds = sorted({seed for count in counts for seed in count})
-    if not seeds:
-        return ReportSection("growth", "What was kept", ["No run kept a seed."])
     rows = [
         (
             f"{printable(blueprint)} at {printable(slot)}",
@@ -341,27 +315,32 @@ def _growth(runs: Sequence[Compared]) -> ReportSection | None:
                 for count, (_, networks) in zip(counts, grown, strict=True)
             ),
         )
-        for slot, blueprint in seeds
+        for slot, blueprint in sorted({seed for count in counts for seed in count})
     ]
-    columns = ("seed", *(printable(run.name) for run, _ in grown))
-    return ReportSection("growth", "What was kept", [], [Table("Environments that kept a seed", columns, rows)])
+    if grown:
+        lines = [] if rows else ["No run kept a seed."]
+        columns = ["seed", *(printable(run.name) for run, _ in grown)]
+        tables = [Table("Environments that kept a seed", columns, rows)] if rows else []
+        sections.append(ReportSection("growth", "What was kept", lines, tables))
+
+    trained = [(name, style, model.rounds) for name, style, model in drawn if model.rounds]
+    if trained:
+        rounds = sorted({row.round for _, _, own in trained for row in own})
+        figures = []
+        for figure in dict.fromkeys(figure for _, _, own in trained for row in own for figure in row.figures):
+            series = []
+            for name, style, own in trained:
+                values = np.array([[row.figures.get(figure)] for row in own], float)
+                series.append(Series(name, _on_axis(rounds, [row.round for row in own], values), style))
+            figures.append(curves(figure.replace("_", " "), rounds, series, "round", "", height=180))
+        lines = ["Rounds below 0 are imitation. `esper docs training` explains every figure."]
+        known = [each for each in figures if each.absent is None]
+        sections.append(ReportSection("training", "Trainings", lines, figures=known))
+    return Content("Comparison of runs", ", ".join(names), sections)
 
 
-def _trainings(runs: Sequence[Compared]) -> ReportSection | None:
-    trained = [(index, run) for index, run in enumerate(runs) if run.model.rounds]
-    if not trained:
-        return None
-    rounds = sorted({row.round for _, run in trained for row in run.model.rounds})
-    names = dict.fromkeys(name for _, run in trained for row in run.model.rounds for name in row.figures)
-    figures = []
-    for name in names:
-        series = []
-        for index, run in trained:
-            values = np.array([[row.figures.get(name)] for row in run.model.rounds], float)
-            where = [row.round for row in run.model.rounds]
-            series.append(Series(run.name, _on_axis(rounds, where, values), f"run{index % COLOURS}"))
-        figure = curves(name.replace("_", " "), rounds, series, "round", "", height=180)
-        if figure.absent is None:
-            figures.append(figure)
-    line = "Rounds below 0 are imitation. `esper docs training` explains every figure."
-    return ReportSection("training", "Trainings", [line], figures=figures)
+def _on_axis(axis: Sequence[int], steps: Sequence[int], values: Floats) -> Floats:
+    """Spread values (T, E) over an axis of steps; it has nan where this run has no such step."""
+    spread = np.full((len(axis), values.shape[1]), np.nan)
+    spread[np.searchsorted(axis, steps)] = values
+    return spread
