@@ -78,10 +78,35 @@ def training_sections(model: RunModel) -> list[ReportSection]:
                 f"{verdict} from the first validation to the last: J {change:+.4f}, a paired 95 % interval over {networks}, on "
                 "the same instances. It covers the choice of instances, not of the run seed."
             )
+    rounds = [row.round for row in model.rounds]
+    operations = list(dict.fromkeys(name for _, counts in sorted(model.operations.items()) for name in counts))
+    series = []
+    for index, name in enumerate(operations):
+        counts = [[float(model.operations.get(number, Counter())[name])] for number in rounds]
+        series.append(Series(name, np.array(counts), f"run{index % COLOURS}"))
+    policy: list[str] = []
+    figures: list[Figure] = []
+    if operations:
+        figures.append(curves("Decisions of a round by operation", rounds, series, "round", "decisions"))
+    else:
+        policy.append("The run kept no rows of decisions (telemetry.level).")
+    weights = (model.summary or {}).get("policy_inputs")
+    if weights:
+        strongest = sorted(weights.items(), key=lambda each: -each[1])[:DRAWN_INPUTS]
+        read = [ForestRow(name, weight, NAN, NAN, "plain", f"{name}: {weight:.2f}") for name, weight in strongest]
+        figures.append(forest("What the policy looks at", read, "squared weights in the first layer, 1 is the mean"))
+        policy.append(
+            "The last figure says what the policy looks at, after the last round: how strongly its first layer reads each "
+            f"input, the {min(len(weights), DRAWN_INPUTS)} strongest of {len(weights)}. 1 is the mean of all inputs of the "
+            "environment, or of a slot, and about what every input has before the training. `esper docs observation` explains "
+            "every input; a ? behind a name is the flag that says whether it was measured."
+        )
+    else:
+        policy.append("What the policy looks at is known when the training has ended.")
     return [
         ReportSection("training", "Training", lines, figures=learning),
         ReportSection("health", "Health of the learner", healthy, figures=health),
-        _policy(model),
+        ReportSection("policy", "What the policy does and looks at", policy, figures=figures),
     ]
 
 
@@ -110,37 +135,3 @@ def round_seconds(model: RunModel) -> list[str]:
         f"Its {counted(len(rows), 'round')} took {whole:,.1f} seconds, {imitation:,.1f} of them imitation; the controller "
         f"decided and learned for {deciding:,.1f} seconds, and networks were trained, measured and validated in the others."
     ]
-
-
-def _policy(model: RunModel) -> ReportSection:
-    """Return what the policy decides, round by round, and which inputs its decisions depend on."""
-    rounds = [row.round for row in model.rounds]
-    operations = list(dict.fromkeys(name for _, counts in sorted(model.operations.items()) for name in counts))
-    series = [
-        Series(
-            name,
-            np.array([[float(model.operations.get(number, Counter())[name])] for number in rounds]),
-            f"run{index % COLOURS}",
-        )
-        for index, name in enumerate(operations)
-    ]
-    lines: list[str] = []
-    figures: list[Figure] = []
-    if operations:
-        figures.append(curves("Decisions of a round by operation", rounds, series, "round", "decisions"))
-    else:
-        lines.append("The run kept no rows of decisions (telemetry.level).")
-    weights = (model.summary or {}).get("policy_inputs")
-    if weights:
-        strongest = sorted(weights.items(), key=lambda each: -each[1])[:DRAWN_INPUTS]
-        read = [ForestRow(name, weight, NAN, NAN, "plain", f"{name}: {weight:.2f}") for name, weight in strongest]
-        figures.append(forest("What the policy looks at", read, "squared weights in the first layer, 1 is the mean"))
-        lines.append(
-            "The last figure says what the policy looks at, after the last round: how strongly its first layer reads each "
-            f"input, the {min(len(weights), DRAWN_INPUTS)} strongest of {len(weights)}. 1 is the mean of all inputs of the "
-            "environment, or of a slot, and about what every input has before the training. `esper docs observation` explains "
-            "every input; a ? behind a name is the flag that says whether it was measured."
-        )
-    else:
-        lines.append("What the policy looks at is known when the training has ended.")
-    return ReportSection("policy", "What the policy does and looks at", lines, figures=figures)
