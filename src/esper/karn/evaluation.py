@@ -186,10 +186,27 @@ def content_of(record: Record, name: str) -> Content:
         *map(printable, record.get("lines", ())),
         *(f"Grown by {line}." for line in worker_lines(record)),
     ]
-    sections = [
-        ReportSection("asked", "What was asked", asked, [table] if record["settings"] else []),
-        *(_task(record, task, f"task{index}") for index, task in enumerate(tasks)),
-    ]
+    sections = [ReportSection("asked", "What was asked", asked, [table] if record["settings"] else [])]
+    for index, task in enumerate(tasks):
+        sample = sample_words(record, task)
+        lines = [f"{sample}."]
+        for row in compared(task, record):
+            found, first, second = row["difference"], printable(row["controller"]), printable(row["rule"])
+            shown = f"J differs by {spread(found, '+.3f')}"
+            if found["low"] is not None and found["low"] <= 0 <= found["high"]:
+                lines.append(f"The difference between {first} and {second} is not resolved by {sample}: {shown}.")
+            elif found["low"] is not None:
+                lines.append(f"{first} is {'better' if found['value'] > 0 else 'worse'} than {second}: {shown}.")
+        notes = [
+            *interval_lines(record),
+            "Interquartile mean: the mean over the middle half of the runs. P(better): how probably a run of the controller has "
+            "a higher J than a run of the other on the same instance.",
+            *static_lines(record, task),
+            *group_lines(task),
+            *map(printable, task.get("lines", ())),
+        ]
+        title, tables = f"Task {printable(task['task'])}", tables_of(task, task["metric"], record)
+        sections.append(ReportSection(f"task{index}", title, lines, tables, _figures(task, record), notes=notes))
     if record["together"] is not None:
         together, title = record["together"], f"All {counted(len(tasks), 'task')} together"
         tables, figures = tables_of(together, tasks[0]["metric"], record), _figures(together, record)
@@ -199,28 +216,6 @@ def content_of(record: Record, name: str) -> Content:
     sections.append(ReportSection("machine", "Machine", tables=[machine]))
     controllers = ", ".join(printable(row["name"]) for row in tasks[0]["controllers"])
     return Content(name, f"evaluation of {controllers}", sections)
-
-
-def _task(record: Record, task: Record, key: str) -> ReportSection:
-    sample = sample_words(record, task)
-    lines = [f"{sample}."]
-    for row in compared(task, record):
-        found, first, second = row["difference"], printable(row["controller"]), printable(row["rule"])
-        shown = f"J differs by {spread(found, '+.3f')}"
-        if found["low"] is not None and found["low"] <= 0 <= found["high"]:
-            lines.append(f"The difference between {first} and {second} is not resolved by {sample}: {shown}.")
-        elif found["low"] is not None:
-            lines.append(f"{first} is {'better' if found['value'] > 0 else 'worse'} than {second}: {shown}.")
-    notes = [
-        *interval_lines(record),
-        "Interquartile mean: the mean over the middle half of the runs. P(better): how probably a run of the controller has a "
-        "higher J than a run of the other on the same instance.",
-        *static_lines(record, task),
-        *group_lines(task),
-        *map(printable, task.get("lines", ())),
-    ]
-    tables, figures = tables_of(task, task["metric"], record), _figures(task, record)
-    return ReportSection(key, f"Task {printable(task['task'])}", lines, tables, figures, notes=notes)
 
 
 def _figures(estimates: Record, record: Record) -> list[Figure]:
