@@ -77,23 +77,21 @@ class Guard:
         if scope["type"] != "http":
             return
         request = Request(scope, receive)
-        answer = self._refusal(request)
-        if answer is None and request.method == "POST":
-            answer = await self._log_in(request)
-        await (answer or self.app)(scope, receive, send)
-
-    def _refusal(self, request: Request) -> Response | None:
-        """Return the answer to a request that must not go on; None if it may."""
-        if not self.door.knows(request.headers.get("host")) or len(request.headers.getlist("host")) != 1:
-            return PlainTextResponse("This server has another name; open the address that esper serve printed.\n", 421)
         login = self.door.token is not None and request.scope["path"] == LOGIN
-        if request.method not in ("GET", "HEAD") and not (login and request.method == "POST"):
-            return PlainTextResponse("Only GET is answered here.\n", 405, headers={"Allow": "GET, HEAD"})
-        if login:
-            return None if request.method == "POST" else login_page()
-        if not self.door.admits(request.headers, request.cookies):
-            return login_page(401)
-        return None
+        answer: ASGIApp = self.app
+        if not self.door.knows(request.headers.get("host")) or len(request.headers.getlist("host")) != 1:
+            answer = PlainTextResponse(
+                "This server has another name; open the address that esper serve printed.\n", 421
+            )
+        elif login and request.method == "POST":
+            answer = await self._log_in(request)
+        elif request.method not in ("GET", "HEAD"):
+            answer = PlainTextResponse("Only GET is answered here.\n", 405, headers={"Allow": "GET, HEAD"})
+        elif login:
+            answer = login_page()
+        elif not self.door.admits(request.headers, request.cookies):
+            answer = login_page(401)
+        await answer(scope, receive, send)
 
     async def _log_in(self, request: Request) -> Response:
         """Return the answer to the form of the token: the cookie if it is right."""
