@@ -241,58 +241,49 @@ class Watch(App[None]):
         return "\n".join([title[:width], *plot(curve.x, lines, width, max(height - 1, 3))])
 
     def words(self) -> list[str]:
+        """Return the rollbacks, what a training or a growth as a whole has to say, or the chosen environment or cell."""
+        model = self.model
         if self.view == "troubles":
-            lines = [f"rollbacks: {len(self.model.rollbacks)}, the newest first"]
-            for row in reversed(self.model.rollbacks[-LISTED:]):
+            lines = [f"rollbacks: {len(model.rollbacks)}, the newest first"]
+            for row in reversed(model.rollbacks[-LISTED:]):
                 twin = " (twin)" if row.twin else ""
                 lost = f", lost {', '.join(row.pruned)}" if row.pruned else ""
                 lines.append(f"step {row.step}, environment {row.env}{twin}: {row.reason.replace('_', ' ')}{lost}")
             return lines
-        if self.model.sizes:
-            return self.sized()
-        if not self.model.envs:
-            if self.model.planned is not None:
-                wrong = self.model.rounds[-1].anomalies if self.model.rounds else {}
-                lines = [f"round {self.model.rounds[-1].round}: {printable(sentence)}" for sentence in wrong.values()]
-                return [*lines, "A training shows its curves; c shows the next one."]
+        if model.sizes:  # each growth of a network that becomes wider as a whole, the newest first
+            growths = []
+            for size in reversed(model.sizes):
+                if size.widths:
+                    widths = ", ".join(f"{layer} {pair[0]} to {pair[1]}" for layer, pair in size.widths.items())
+                    growths.append(f"step {size.step:,}: {size.params:,} parameters, as {size.why} ({widths})")
+            return [f"not larger, as {model.why_not_larger}", "", *(growths or ["nothing grew yet"])]
+        if not model.envs and model.planned is not None:
+            wrong = model.rounds[-1].anomalies if model.rounds else {}
+            lines = [f"round {model.rounds[-1].round}: {printable(sentence)}" for sentence in wrong.values()]
+            return [*lines, "A training shows its curves; c shows the next one."]
+        if not model.envs:
             return ["No step yet. With telemetry.level: run there are no step rows, and so no grid."]
-        return self.explained() if self.view == "explain" else self.detailed()
-
-    def sized(self) -> list[str]:
-        """Return each growth of a network that becomes wider as a whole, the newest first, and why it is not larger."""
-        rows = self.model.sizes
-        lines = [f"not larger, as {self.model.why_not_larger}", ""]
-        for row in reversed(rows):
-            if row.widths:
-                widths = ", ".join(f"{layer} {pair[0]} to {pair[1]}" for layer, pair in row.widths.items())
-                lines.append(f"step {row.step:,}: {row.params:,} parameters, as {row.why} ({widths})")
-        return lines if len(lines) > 2 else [*lines, "nothing grew yet"]
-
-    def detailed(self) -> list[str]:
-        """Return the chosen environment: its slots, and its last events with their reasons."""
-        env, model = self.grid.cursor_row, self.model
+        env, chosen = self.grid.cursor_row, self.grid.cursor_column
+        if self.view == "explain":
+            stage, _ = model.state(env, chosen)
+            return [
+                f"environment {env}, slot {model.slots[chosen]}: {stage.name}: {SIGNS[stage][2]}.",
+                "",
+                "A cell is the letter of the stage and the dose alpha in tenths (* is 1):",
+                *(f"  {sign}  {stage.name}: {words}" for stage, (sign, _, words) in SIGNS.items()),
+                "",
+                "contribution: the metric of the network minus that without the seed, with its standard error.",
+                "A seed is kept (FOSSILIZED) or pruned by the controller; the events of an environment say why.",
+                "Arrows move through the grid. Press ? again to return.",
+            ]
         lines = [f"environment {env}, step {model.step}"]
         for slot, name in enumerate(model.slots):
             stage, alpha, seed, contribution, error = model.cell(env, slot)
-            mark = ">" if slot == self.grid.cursor_column else " "
+            mark = ">" if slot == chosen else " "
             worth = "" if math.isnan(contribution) else f", contribution {contribution:+.4f} ± {error:.4f}"
             held = "" if seed is None else f", {seed}, alpha {alpha:.2g}{worth}"
             lines.append(f"{mark} {slot} {name}: {stage.name}{held}")
         return [*lines, "", *(model.log(env) or ["nothing happened here yet"])]
-
-    def explained(self) -> list[str]:
-        env, slot, model = self.grid.cursor_row, self.grid.cursor_column, self.model
-        stage, _ = model.state(env, slot)
-        return [
-            f"environment {env}, slot {model.slots[slot]}: {stage.name}: {SIGNS[stage][2]}.",
-            "",
-            "A cell is the letter of the stage and the dose alpha in tenths (* is 1):",
-            *(f"  {sign}  {stage.name}: {words}" for stage, (sign, _, words) in SIGNS.items()),
-            "",
-            "contribution: the metric of the network minus that without the seed, with its standard error.",
-            "A seed is kept (FOSSILIZED) or pruned by the controller; the events of an environment say why.",
-            "Arrows move through the grid. Press ? again to return.",
-        ]
 
     # Keys.
 
