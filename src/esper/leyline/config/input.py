@@ -12,7 +12,6 @@ from typing import Any, Literal, Union, get_args, get_origin
 import pydantic
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from esper.leyline.errors import InputError
 from esper.leyline.text import did_you_mean, either
@@ -80,13 +79,16 @@ def explain(error: pydantic.ValidationError, model: type[BaseModel]) -> str:
         here = [key for key in same if section and key.rpartition(".")[0] == section]
         hint = did_you_mean(path, keys, first=here or same, similarity=0.7)
         return f"unknown config key {show(path)}; {hint or '`esper config` lists the keys'}"
-    key, found = _locate(model, place)
-    if isinstance(found, FieldInfo):
-        holds = "is" if key == path else "holds"
-        return f"{key} {holds} {show(value)}; {own or f'give {accepted(found.annotation, found.metadata)}'}"
+    for index, each in enumerate(map(str, place)):  # from section to section, to the field
+        inner = _section(model, each)
+        if inner is None:
+            key, found = ".".join(map(str, place[: index + 1])), model.model_fields[each]
+            holds = "is" if key == path else "holds"
+            return f"{key} {holds} {show(value)}; {own or f'give {accepted(found.annotation, found.metadata)}'}"
+        model = inner
     if own is not None:  # a section's own sentence begins with the name of a key of it
         return f"{path}.{own}" if path else own
-    name, field = next(iter(found.model_fields.items()))
+    name, field = next(iter(model.model_fields.items()))
     return f"{path} is {show(value)}; give a mapping of its keys to values, such as {{{name!r}: {show(field.default)}}}"
 
 
@@ -124,16 +126,6 @@ def _section(model: type[BaseModel], name: str) -> type[BaseModel] | None:
     """Return the class of a section; None if the field is not a section, or does not exist."""
     annotation = model.model_fields[name].annotation if name in model.model_fields else None
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
-
-
-def _locate(model: type[BaseModel], place: tuple[int | str, ...]) -> tuple[str, FieldInfo | type[BaseModel]]:
-    """Return the longest leading part of a path that names a field or a section, and that field or section."""
-    for index, name in enumerate(place):
-        inner = _section(model, str(name))
-        if inner is None:
-            return ".".join(map(str, place[: index + 1])), model.model_fields[str(name)]
-        model = inner
-    return ".".join(map(str, place)), model
 
 
 def _keys(model: type[BaseModel], path: str = "") -> Iterator[str]:
