@@ -57,7 +57,7 @@ class Export:
                 point = self.model.write(row)
                 if point is not None and point.values:
                     self._open()
-                    self._call(lambda point=point: self.target.scalars(point.x, point.time, point.values))  # type: ignore[misc]
+                    self._call(self.target.scalars, point.x, point.time, point.values)
                     self.points, self.x = self.points + 1, point.x
         if self.is_open:
             self._call(self.target.flush)
@@ -75,8 +75,8 @@ class Export:
                 env, grown = summary["best"]["env"], summary["grown"]
                 best = f"{summary['task']}, {summary['controller']}: environment {env}, the best"
                 pixels = drawing(f"{best}; {grown.count(grown[env])} of {len(grown)} grew the same", boxes)
-                self._call(lambda: self.target.image("architecture", pixels, x))
-            self._call(lambda: self.target.table("final_table", table, x))
+                self._call(self.target.image, "architecture", pixels, x)
+            self._call(self.target.table, "final_table", table, x)
             self.is_final = True
         return status
 
@@ -97,12 +97,12 @@ class Export:
         path = self.run.folder / ENVIRONMENT  # written once for a run, however often it is resumed
         began = path.stat().st_mtime_ns if path.exists() else 0
         identity = hashlib.sha256(f"{self.name} {began}".encode()).hexdigest()[:16]
-        self._call(lambda: self.target.open(self.name, identity, facts))
+        self._call(self.target.open, self.name, identity, facts)
         self.is_open = True
 
-    def _call(self, call: Callable[[], Any]) -> Any:
+    def _call(self, call: Callable[..., None], *arguments: Any) -> None:
         try:
-            return call()
+            call(*arguments)
         except Exception as error:  # whatever the package of the target raises
             self.is_open = False
             raise ExportError(f"the export of {self.run.folder} stopped: {typed_line(error)}") from error
