@@ -7,7 +7,7 @@ import stat
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -132,34 +132,29 @@ def archive(folder: Path) -> tuple[IO[bytes], int]:
     """
 
     def pack(packed: IO[bytes]) -> None:
-        with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as target, _descriptor(folder) as opened:
-            for name in sorted(os.listdir(opened)):
-                if not stat.S_ISREG(os.stat(name, dir_fd=opened, follow_symlinks=False).st_mode):
-                    continue
-                descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=opened)
-                inside = f"{folder.name}/{name}"
-                with os.fdopen(descriptor, "rb") as file, target.open(inside, "w", force_zip64=True) as entry:
-                    shutil.copyfileobj(file, entry, CHUNK)
+        # The folder is held open, so that no link can take its place while its files are read.
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+        try:
+            parent = os.open(folder.parent, flags)
+            try:
+                opened = os.open(folder.name, flags, dir_fd=parent)
+            finally:
+                os.close(parent)
+        except OSError as error:
+            raise InputError(f"{folder}: {os.strerror(error.errno or errno.EIO)}; {MEND}") from None
+        try:
+            with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as target:
+                for name in sorted(os.listdir(opened)):
+                    if not stat.S_ISREG(os.stat(name, dir_fd=opened, follow_symlinks=False).st_mode):
+                        continue
+                    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=opened)
+                    inside = f"{folder.name}/{name}"
+                    with os.fdopen(descriptor, "rb") as file, target.open(inside, "w", force_zip64=True) as entry:
+                        shutil.copyfileobj(file, entry, CHUNK)
+        finally:
+            os.close(opened)
 
     return filled(pack)
-
-
-@contextmanager
-def _descriptor(folder: Path) -> Iterator[int]:
-    """Hold a folder open, so that no link can take its place while its files are read."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-    try:
-        parent = os.open(folder.parent, flags)
-        try:
-            descriptor = os.open(folder.name, flags, dir_fd=parent)
-        finally:
-            os.close(parent)
-    except OSError as error:
-        raise InputError(f"{folder}: {os.strerror(error.errno or errno.EIO)}; {MEND}") from None
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def _is_folder(path: Path) -> bool:
