@@ -42,6 +42,7 @@ def decisions_section(model: RunModel) -> ReportSection | None:
         return None
     tables, figures = [], []
     if model.tallies:
+        # What a contribution and a gate are, with the numbers of this run.
         gates, sizes = model.config.get("gates") or {}, ((model.summary or {}).get("examples") or {}).get("probe")
         examples = (
             f"the {counted(sizes, 'example')} of the probe split" if isinstance(sizes, int) else "the probe split"

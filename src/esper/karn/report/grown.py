@@ -95,6 +95,7 @@ def growth_section(model: RunModel) -> ReportSection | None:
         f'<i class="letter stage{Stage.PRUNED.value}">◆</i>PRUNED: removed at this step',
     ]
     legend = "".join(f'<span class="key">{key}</span>' for key in keys)
+    # Whether the limits on seeds and parameters were reached, and how many decisions they closed or refused.
     lifecycle = model.config.get("lifecycle") or {}
     seeds, incubating = lifecycle.get("max_seeds"), lifecycle.get("max_training_seeds")
     stage = population.stage[:-1]  # before every decision but the first

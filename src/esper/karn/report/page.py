@@ -197,6 +197,7 @@ def _asked(model: RunModel) -> ReportSection:
     lines.append(
         "A seed is a small module that is planted in a slot of the host, and kept or pruned; the words are explained at the end."
     )
+    # What rent is, and what it costs these hosts to double.
     reward, hosts = config.get("reward") or {}, [] if head is None else list(head.host_param_counts)
     rent, least = reward.get("rent"), reward.get("rent_size", 0)
     if rent is not None:
@@ -358,6 +359,7 @@ def results(model: RunModel) -> tuple[list[str], list[str], list[Table], list[st
         lines.append(
             "The host is a network that was grown before, with its seeds; every environment starts from its weights."
         )
+    # Which environment has the lowest metric, what the host alone has there, and whether it learned anything.
     population = model.population
     known = [(score, env) for env, score in enumerate(scores) if score is not None]
     if len(known) > 1:
@@ -365,7 +367,7 @@ def results(model: RunModel) -> tuple[list[str], list[str], list[Table], list[st
         there = [f"{_number(values[env])} of {printable(name)}" for name, values in static.items()]
         line = f"The lowest test {printable(summary['metric'])} is {_number(score)}, in environment {env}"
         line += f", beside {', '.join(there)}." if there else "."
-        if population is not None:  # whether it learned anything
+        if population is not None:
             begin, end = population.loss[0, env], population.loss[-1, env]
             line += (
                 f" Its loss on the probe split was {begin:.4g} after step {population.steps[0]} and {end:.4g} after step "
@@ -382,7 +384,7 @@ def results(model: RunModel) -> tuple[list[str], list[str], list[Table], list[st
     ]
     tables = [console.comparison_table(summary)]
     found = summary.get("rare_classes")
-    if found is not None:
+    if found is not None:  # figures in which every class counts alike, and the confusion matrices
         kinds = {name: found[key] for name, key in (("grown", "grown"), ("twin", "host")) if found[key] is not None}
         means = {"balanced accuracy": "balanced_accuracy", "F1": "f1_macro", "ROC AUC": "roc_auc"}
         rows = [(name, *(console.estimate(each[key], ".4f") for key in means.values())) for name, each in kinds.items()]

@@ -78,6 +78,7 @@ def training_sections(model: RunModel) -> list[ReportSection]:
                 f"{verdict} from the first validation to the last: J {change:+.4f}, a paired 95 % interval over {networks}, on "
                 "the same instances. It covers the choice of instances, not of the run seed."
             )
+    # What the policy decides, round by round, and which inputs its decisions depend on.
     rounds = [row.round for row in model.rounds]
     operations = list(dict.fromkeys(name for _, counts in sorted(model.operations.items()) for name in counts))
     series = []
