@@ -16,7 +16,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -29,12 +28,10 @@ from esper.kasmina.graft.folding import successor
 from esper.kasmina.graft.recording import (
     PRODUCT,
     Recording,
-    Saved,
     before,
     distance,
     on_aliases,
     record,
-    restore,
     results,
     saved,
 )
@@ -825,8 +822,8 @@ def configs(part: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
                 yield f"{path}:{name}", value
 
 
-def saved_with_configs(networks: Sequence[nn.Module]) -> list[Saved]:
-    """Return the attributes of all modules of networks and of their configs, for `restore`."""
+def saved_with_configs(networks: Sequence[nn.Module]) -> Callable[[], None]:
+    """Return what gives all modules of networks and their configs their present attributes again (`saved`)."""
     parts = [part for network in networks for part in network.modules()]
     return saved([*parts, *{id(own): own for part in parts for _, own in configs(part, "")}.values()])
 
@@ -840,15 +837,15 @@ def trial(
     kind: "wider" or "deeper", for errors. Weights that are all 0 are drawn until then, because nothing would be seen behind them.
     """
     blank = [parameter for parameter in networks[0].parameters() if parameter.numel() and not parameter.any()]
-    before = saved_with_configs(networks)
+    undo = saved_with_configs(networks)
     generator = torch.Generator().manual_seed(key)
     for parameter in blank:
         parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(0.1))
     try:
         with in_words(f"the {kind} network fails on the example"):
             expected = Outputs(networks[0], example)
-        yield expected, partial(restore, before)
+        yield expected, undo
     finally:
-        restore(before)
+        undo()
         for parameter in blank:
             parameter.zero_()

@@ -155,7 +155,7 @@ def call(network: Callable[..., Any], given: Any) -> Any:
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
     """Restore what running a module can change: attributes of every submodule, training modes and random generators."""
-    before = saved(module.modules())
+    restore = saved(module.modules())
     devices = sorted({p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"})
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  the global generator is the one to restore
     try:
@@ -164,40 +164,32 @@ def untouched(module: nn.Module) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)  # noqa: NPY002
-        restore(before)
+        restore()
 
 
-class Saved(NamedTuple):
-    """Holds the attributes of a module or of another object, so that they can be restored."""
+def saved(holders: Iterable[Any]) -> Callable[[], None]:
+    """Return a function that gives modules and other objects their present attributes again, whenever it is called.
 
-    holder: Any
-    attributes: dict[str, Any]
-    contents: list[
-        tuple[Any, Any]
-    ]  # each dictionary and list among the attributes, which may change in place, and a copy
-
-
-def saved(holders: Iterable[Any]) -> list[Saved]:
-    """Return the attributes of modules and other objects, for `restore`."""
-    found = []
+    It restores the contents of dictionaries and lists among the attributes too, which may change in place.
+    """
+    before = []
     for holder in holders:
         parts = [own for own in vars(holder).values() if isinstance(own, dict | list)]
         contents = [(own, dict(own) if isinstance(own, dict) else list(own)) for own in parts]
-        found.append(Saved(holder, dict(vars(holder)), contents))
-    return found
+        before.append((holder, dict(vars(holder)), contents))
 
+    def restore() -> None:
+        for holder, attributes, contents in before:
+            vars(holder).clear()
+            vars(holder).update(attributes)
+            for own, items in contents:
+                own.clear()
+                if isinstance(own, dict):
+                    own.update(items)
+                else:
+                    own.extend(items)
 
-def restore(before: Iterable[Saved]) -> None:
-    """Give modules and other objects their attributes of before again."""
-    for holder, attributes, contents in before:
-        vars(holder).clear()
-        vars(holder).update(attributes)
-        for own, items in contents:
-            own.clear()
-            if isinstance(own, dict):
-                own.update(items)
-            else:
-                own.extend(items)
+    return restore
 
 
 def submodules(module: nn.Module) -> dict[str, nn.Module]:

@@ -25,7 +25,6 @@ from esper.kasmina.graft.grown import CHILD, called_on, class_of, first_tensor, 
 from esper.kasmina.graft.multiplying import configs, saved_with_configs
 from esper.kasmina.graft.planted import Bank, Mode, Planted
 from esper.kasmina.graft.recording import call, distance, floats, mapped, on_aliases, record, results
-from esper.kasmina.graft.recording import restore as restore_attributes
 from esper.kasmina.slot import Seed
 from esper.leyline.errors import InputError, in_words
 from esper.leyline.lifecycle.actions import Blend
@@ -203,7 +202,7 @@ def add_block(networks: Sequence[nn.Module], name: str, passes: Sequence[Pass]) 
         return "the block that it is behind is frozen"
     count = blocks_of_one_class(networks[0].get_submodule(path), place)
     with undisturbed(*networks):
-        before, ran = saved_with_configs(networks), list[bool]()
+        undo, ran = saved_with_configs(networks), list[bool]()
         try:
             with in_words("the deeper network fails"):
                 for network, seed, block in zip(networks, seeds, blocks, strict=True):
@@ -214,7 +213,7 @@ def add_block(networks: Sequence[nn.Module], name: str, passes: Sequence[Pass]) 
                             seed.mode = Mode.OFF
                             insert(network, path, place + 1, [block], count)
                             found = list(floats(results(run(network))))
-                        restore_attributes(before)
+                        undo()
                         if not ran:
                             raise InputError(f"the forward pass does not run a further block of {path!r}")
                         if len(expected) != len(found) or not all(
@@ -225,7 +224,7 @@ def add_block(networks: Sequence[nn.Module], name: str, passes: Sequence[Pass]) 
                                 "the outputs would differ, as where the other arguments of each block are its own"
                             )
         except InputError as error:
-            restore_attributes(before)
+            undo()
             return str(error)
     for network, block in zip(networks, blocks, strict=True):
         insert(network, path, place + 1, [block], count)
@@ -238,7 +237,7 @@ def deeper(model: nn.Module, places: Mapping[str, Sequence[int]]) -> Iterator[No
 
     places: of the added blocks in the larger stack, by its path. The values of a new block are those of the block in front.
     """
-    before = saved_with_configs([model])
+    undo = saved_with_configs([model])
     try:
         for path, added in places.items():
             for place in sorted(added):
@@ -252,7 +251,7 @@ def deeper(model: nn.Module, places: Mapping[str, Sequence[int]]) -> Iterator[No
                 insert(model, path, place, [copy_of_block(container[place - 1])], count)
         yield
     except BaseException:
-        restore_attributes(before)
+        undo()
         raise
 
 

@@ -18,7 +18,7 @@ from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.find_sites import Hidden
 from esper.kasmina.graft.flow import CONVOLUTIONS
 from esper.kasmina.graft.folding import successor
-from esper.kasmina.graft.recording import call, floats, mapped, restore, results, saved
+from esper.kasmina.graft.recording import call, floats, mapped, results, saved
 from esper.kasmina.stack.layers import Linear
 from esper.leyline.data.duplicates import is_dense
 from esper.leyline.errors import InputError, in_words, is_out_of_memory
@@ -275,7 +275,7 @@ def append_tried(networks: Sequence[nn.Module], found: Sequence[AppendedValues],
     These are 0 behind the next layers, whatever they are. So they are tried large and of both signs too, which shows a largest
     one, a mean or a norm of features, and a part of them that is taken by its position.
     """
-    before = saved(network.get_submodule(each.path) for network in networks for each in found)
+    restore = saved(network.get_submodule(each.path) for network in networks for each in found)
     try:
         for network in networks:
             append(network, found)
@@ -297,7 +297,7 @@ def append_tried(networks: Sequence[nn.Module], found: Sequence[AppendedValues],
             for tail, values in zip(tails, drawn, strict=True):
                 tail.copy_(values)
     except BaseException:
-        restore(before)
+        restore()
         raise
 
 
@@ -319,7 +319,7 @@ def resized(model: nn.Module, shapes: Mapping[str, Sequence[int]], tensors: Mapp
     of the network that grew. The values are those of fresh memory, for the block to fill in.
     """
     parameters = dict(model.named_parameters())
-    before = saved(model.modules())
+    restore = saved(model.modules())
     try:
         for name, shape in shapes.items():
             path, _, entry = name.rpartition(".")
@@ -341,5 +341,5 @@ def resized(model: nn.Module, shapes: Mapping[str, Sequence[int]], tensors: Mapp
                         setattr(part, attribute, made.shape[axis])
         yield
     except BaseException:
-        restore(before)
+        restore()
         raise

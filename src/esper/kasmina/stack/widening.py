@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from esper.kasmina.blueprints import Blueprint, drawn_with
 from esper.kasmina.graft.find_sites import Hidden, find_hidden
 from esper.kasmina.graft.grafted import undisturbed
-from esper.kasmina.graft.recording import restore, saved
+from esper.kasmina.graft.recording import saved
 from esper.kasmina.graft.widening import Outputs, additions, append, append_tried, width_of
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.stack.body import Body
@@ -108,11 +108,11 @@ def _widen(host: SegmentedHost, layout: Layout, example: Batch, factor: int) -> 
             name, before = min(hidden.writers), layout.widths(host.eval(), example).taps
             try:
                 width = factor * (old := width_of(name, host.get_submodule(name)))
-                unchanged = saved(host.modules())
+                undo = saved(host.modules())
                 append_tried([host], additions(host, hidden, width, len(wider)), expected)
                 after = layout.widths(host.eval(), example).taps
                 if (reason := _misfit(layout, before, after)) is not None:
-                    restore(unchanged)
+                    undo()
                     raise InputError(reason)
             except InputError as error:
                 left_out[name] = str(error)

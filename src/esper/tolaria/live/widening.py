@@ -15,7 +15,7 @@ from esper.kasmina.graft.find_sites import Hidden, find_hidden
 from esper.kasmina.graft.grafted import undisturbed
 from esper.kasmina.graft.grown import is_grafted
 from esper.kasmina.graft.multiplying import VARIANTS, WAYS, Multiplication, Way
-from esper.kasmina.graft.recording import call, floats, mapped, on_aliases, restore, saved
+from esper.kasmina.graft.recording import call, floats, mapped, on_aliases, saved
 from esper.kasmina.graft.sharding import is_sharded
 from esper.kasmina.graft.widening import Outputs, additions, append_tried, axes_of, width_of
 from esper.leyline.config.arguments import check_integer, is_number
@@ -118,7 +118,7 @@ def widen(
     widths, left_out, way = dict[str, tuple[int, int]](), dict[str, str](), None
     with undisturbed(*networks), torch.no_grad(), ExitStack() as undone:
         expected, wider = Outputs(model, example), list[tuple[Hidden, int]]()
-        undone.callback(restore, saved(part for network in networks for part in network.modules()))
+        undone.callback(saved(part for network in networks for part in network.modules()))
         for number, (name, width) in enumerate(asked.items()):
             try:
                 old = width_of(name, model.get_submodule(name))
