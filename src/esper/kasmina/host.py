@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TypeVar
 
@@ -362,12 +363,9 @@ def _misfit(segment: nn.Module, x: Batch) -> tuple[str, int, int] | None:
         elif isinstance(module, nn.Conv2d) and x.dim() == 4:
             called.append(("channel", x.shape[1], module.in_channels))
 
-    handles = [module.register_forward_pre_hook(look) for module in segment.modules()]
-    try:
+    with ExitStack() as hooks, suppress(Exception):  # a segment can raise any error on an input of another size
+        for module in segment.modules():
+            hooks.enter_context(module.register_forward_pre_hook(look))
         segment(x)
-    except Exception:  # a segment can raise any error on an input of another size; the caller words it
-        return called[0] if called and called[0][1] != called[0][2] else None
-    finally:
-        for handle in handles:
-            handle.remove()
-    return None
+        return None
+    return called[0] if called and called[0][1] != called[0][2] else None

@@ -14,9 +14,9 @@ from esper.kasmina.blueprints.functions import REACH, RELU, Pointwise, apply, na
 from esper.kasmina.blueprints.map import Channelwise, Convolutions
 from esper.kasmina.blueprints.vector import Affine, Factored, LinearMap, LowRank, MLPSeed, SparseHead, SparseRows
 from esper.kasmina.graft.grafted import planted_at, undisturbed
-from esper.kasmina.graft.grown import first_tensor, sites_of
+from esper.kasmina.graft.grown import class_of, first_tensor, sites_of
 from esper.kasmina.graft.planted import Mode, Planted
-from esper.kasmina.graft.recording import floats
+from esper.kasmina.graft.recording import floats, saved
 from esper.kasmina.graft.sharding import fill, gather, gather_module, reshard
 from esper.leyline.errors import is_out_of_memory
 from esper.leyline.lifecycle.actions import Blend
@@ -106,13 +106,6 @@ class _Change(NamedTuple):
         assert held is not None, "a module has each parameter that is changed"
         return held
 
-    def put(self, held: Tensor) -> None:
-        """Let the module have a parameter or buffer."""
-        if isinstance(held, nn.Parameter):
-            self.part._parameters[self.name] = held
-        else:
-            self.part._buffers[self.name] = held
-
     def carry_out(self) -> None:
         """Write the value into the parameter, or put a larger parameter in its place and count the features anew."""
         held = self.held
@@ -122,7 +115,7 @@ class _Change(NamedTuple):
             fill(held, self.value)
         else:
             value = self.value.to(held.device, held.dtype)
-            self.put(successor(held, value) if isinstance(held, nn.Parameter) else value)
+            setattr(self.part, self.name, successor(held, value) if isinstance(held, nn.Parameter) else value)
 
 
 def successor(held: nn.Parameter, value: Tensor) -> nn.Parameter:
@@ -160,12 +153,12 @@ def _difference(network: nn.Module, name: str, changes: Sequence[_Change], passe
 
     leaves = [part for part in network.modules() if not any(True for _ in part.children())]
     spanned = [network.get_submodule(path) for path in (site.around, site.after)]
-    handles = [leaf.register_forward_pre_hook(enter) for leaf in {*leaves, *spanned}]
-    handles += [leaf.register_forward_hook(leave) for leaf in leaves]
-    with undisturbed(network):
+    with ExitStack() as hooks, undisturbed(network):
+        for leaf in {*leaves, *spanned}:
+            hooks.enter_context(leaf.register_forward_pre_hook(enter))
+        for leaf in leaves:
+            hooks.enter_context(leaf.register_forward_hook(leave))
         passes[0](network)
-    for handle in handles:
-        handle.remove()
     order = [part for part, _ in runs]
     first, second = map(order.index, spanned)
     between = [part for part in order[first + 1 : second] if part not in alike and not isinstance(part, _ALIKE)]
@@ -349,7 +342,7 @@ def is_layer(layer: nn.Module) -> TypeGuard[Layer]:
 
 def _is_turned(layer: nn.Module) -> bool:
     """Return whether a layer is a `Conv1D` of transformers, whose weight has the features read in front of those written."""
-    return getattr(type(layer), "_esper_original", type(layer)).__name__ == "Conv1D" and "nf" in vars(layer)
+    return class_of(layer).__name__ == "Conv1D" and "nf" in vars(layer)
 
 
 def matrix(layer: nn.Module, weight: Tensor) -> Tensor:
@@ -455,13 +448,8 @@ def _same_output(network: nn.Module, name: str, changes: Sequence[_Change], run:
 @contextmanager
 def _folded(network: nn.Module, planted: Planted, changes: Sequence[_Change]) -> Iterator[None]:
     """Carry out changes in place of a seed inside the block; parameters, buffers and the seed are restored, bit for bit."""
-    mode, before = planted.mode, [(change, change.held, change.held.detach().clone()) for change in changes]
-    counts = [
-        (change.part, each, getattr(change.part, each))
-        for change in changes
-        if change.width
-        for each in change.width[:1]
-    ]
+    mode, restore = planted.mode, saved(change.part for change in changes)
+    values = [(change.held, change.held.detach().clone()) for change in changes]
     try:
         planted.mode = Mode.OFF
         for change in changes:
@@ -470,11 +458,9 @@ def _folded(network: nn.Module, planted: Planted, changes: Sequence[_Change]) ->
     finally:
         reshard(network)
         planted.mode = mode
-        for change, held, value in before:
-            change.put(held)
+        restore()
+        for held, value in values:
             fill(held, value)
-        for part, attribute, count in counts:
-            setattr(part, attribute, count)
 
 
 @contextmanager
@@ -535,9 +521,8 @@ def functions_between(network: nn.Module, run: Callable[[], Any]) -> dict[str, P
     with ExitStack() as hooks:
         hooks.enter_context(undisturbed(network))
         for part in network.modules():
-            if isinstance(
-                part, nn.modules.batchnorm._BatchNorm
-            ):  # which takes each feature by itself, in evaluation mode
+            # in evaluation mode it takes each feature by itself
+            if isinstance(part, nn.modules.batchnorm._BatchNorm):
                 hooks.enter_context(part.register_forward_hook(lambda part, args, output: args[0]))
         for first in {first for first, _ in pairs.values()}:
             hooks.enter_context(network.get_submodule(first).register_forward_hook(partial(spread, first)))

@@ -15,6 +15,7 @@ from esper.kasmina.graft.grown import (
     CHILD,
     POINT,
     Point,
+    class_of,
     has_own_files,
     is_grafted,
     restore,
@@ -388,8 +389,8 @@ def undisturbed(*networks: nn.Module) -> Iterator[None]:
 
 def _eval(networks: Sequence[nn.Module], parts: Sequence[nn.Module]) -> None:
     """Set networks to evaluation mode: part by part, unless a class has a `train` of its own, which must be called."""
-    own = (getattr(type(part), "_esper_original", type(part)) for part in parts)  # a grown class only records the mode
-    if all(kind.train is nn.Module.train for kind in own):
+    # a grown class only records the mode
+    if all(class_of(part).train is nn.Module.train for part in parts):
         for part in parts:
             _set_training(part, False)
         return

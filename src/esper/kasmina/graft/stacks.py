@@ -8,7 +8,7 @@ with one block more, and B can stand in the stack.
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain, groupby, takewhile
@@ -119,16 +119,11 @@ def find_blocks(
 
     found = dict[str, tuple[str, ...]]()
     with undisturbed(network):
-        handles = [
-            network.get_submodule(site.after).register_forward_hook(partial(note, name), with_kwargs=True)
-            for name, site in places.items()
-        ]
-        try:
-            with torch.no_grad():
-                call(network, mapped(example, torch.clone))
-        finally:
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as hooks, torch.no_grad():
+            for name, site in places.items():
+                block = network.get_submodule(site.after)
+                hooks.enter_context(block.register_forward_hook(partial(note, name), with_kwargs=True))
+            call(network, mapped(example, torch.clone))
         for name, site in places.items():
             try:
                 if name not in calls:

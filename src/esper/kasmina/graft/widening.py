@@ -18,6 +18,7 @@ from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.find_sites import Hidden
 from esper.kasmina.graft.flow import CONVOLUTIONS
 from esper.kasmina.graft.folding import successor
+from esper.kasmina.graft.grown import class_of
 from esper.kasmina.graft.recording import call, floats, mapped, results, saved
 from esper.kasmina.stack.layers import Linear
 from esper.leyline.data.duplicates import is_dense
@@ -44,7 +45,7 @@ class Axes(NamedTuple):
 def axes_of(path: str, layer: nn.Module) -> Axes:
     """Return where the features of a layer are. InputError if the layer is of a kind that is not known."""
     check_own_weight(path, layer)
-    kind = getattr(type(layer), "_esper_original", type(layer))
+    kind = class_of(layer)
     if kind in (nn.Linear, Linear) or (isinstance(layer, nn.Linear) and _is_plain(layer)):
         return Axes(0, 1, "out_features", "in_features")
     if isinstance(layer, CONVOLUTIONS) and kind in CONVOLUTIONS:

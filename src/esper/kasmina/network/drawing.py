@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 from torch import nn
 
 from esper.kasmina.blueprints import count
+from esper.kasmina.graft.grown import class_of
 from esper.kasmina.graft.planted import Planted
 from esper.kasmina.network.grown_network import Graft, GraftedSegments, GrownNetwork
 from esper.kasmina.slot import Seed
@@ -44,7 +45,7 @@ def describe(network: nn.Module) -> str:
     """Return the parts of a grown network as text, one line each, in the order in which they run."""
     parts = parts_of(network)
     seeds = sum(part.params or 0 for part in parts if part.kind == "seed")
-    lines = [f"{printable(_original(network).__name__)}: {count(network):,} parameters, {seeds:,} of them in seeds"]
+    lines = [f"{printable(class_of(network).__name__)}: {count(network):,} parameters, {seeds:,} of them in seeds"]
     width = max(len(_label(part)) for part in parts)
     for part in parts:
         params = "" if part.params is None else f"  [{part.params:,}]"
@@ -66,7 +67,7 @@ def draw(network: nn.Module, out: str | Path | None = None) -> str:
     """
     if not isinstance(network, nn.Module):
         raise InputError(f"esper.draw was given {kind_of(network)}; give a network, as esper.load returns it")
-    image = _svg(parts_of(network), printable(_original(network).__name__))
+    image = _svg(parts_of(network), printable(class_of(network).__name__))
     if out is not None:
         path = to_path(out, "out")
         try:
@@ -125,15 +126,10 @@ def _segments(
                 yield DrawnLine("seed", behind, what, note, count(seed), graft.tap, around)
 
 
-def _original(network: nn.Module) -> type:
-    """Return the class that the user gave the network; a grafted network has a subclass of it."""
-    return getattr(type(network), "_esper_original", type(network))
-
-
 def _layers(module: nn.Module) -> str:
     """Return the layers of a module without children of their own, in order."""
     leaves = [leaf for leaf in module.modules() if next(leaf.children(), None) is None]
-    name = _original(module).__name__
+    name = class_of(module).__name__
     if len(leaves) > LAYERS:
         return f"{name} of {len(leaves)} layers"
     shown = " > ".join(_layer(leaf) for leaf in leaves)
@@ -142,7 +138,7 @@ def _layers(module: nn.Module) -> str:
 
 def _layer(layer: nn.Module) -> str:
     """Return the class of a layer and, if it has them, its numbers of inputs and outputs, as text."""
-    name = _original(layer).__name__
+    name = class_of(layer).__name__
     for before, after in (("in_features", "out_features"), ("in_channels", "out_channels")):
         if hasattr(layer, before) and hasattr(layer, after):
             return f"{name} {getattr(layer, before)} to {getattr(layer, after)}"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from esper.kasmina.graft.grafted import with_own_files
-from esper.kasmina.graft.grown import CHILD
+from esper.kasmina.graft.grown import CHILD, class_of
 
 _INNER = re.compile("inner|intermediate|ff|mlp|hidden|dim")
 """Names of settings that count inner features, and may be None for a multiple of the width, as `n_inner`."""
@@ -53,7 +53,7 @@ def _counts(part: Any, grown: set[tuple[int, int]]) -> bool:
 
 def _builds(part: nn.Module, config: Any) -> bool:
     """Return whether the class of a part, built from a config, has parameters and buffers of its shapes."""
-    kind: Any = getattr(type(part), "_esper_original", type(part))
+    kind: Any = class_of(part)
     try:
         with torch.device("meta"):
             built = kind(config)

@@ -20,7 +20,7 @@ from esper.kasmina.blueprints import drawn_with, get_blueprint
 from esper.kasmina.blueprints.functions import FUNCTIONS, NUMBERED, RELU, Pointwise
 from esper.kasmina.graft.folding import widened
 from esper.kasmina.graft.grafted import acting, graft, holders, plant, trim, ungraft
-from esper.kasmina.graft.grown import CHILD, check_tensors, is_grafted, prefix_behind
+from esper.kasmina.graft.grown import CHILD, check_tensors, class_of, is_grafted, prefix_behind
 from esper.kasmina.graft.planted import Mode, Planted, Recipe
 from esper.kasmina.graft.sharding import gather, in_parts
 from esper.kasmina.graft.stacks import deeper, new_block
@@ -141,7 +141,7 @@ def save_beside(network: nn.Module, directory: Path | str) -> None:
     folder, seeds = Path(directory) / CHILD, acting(network)
     if seeds:
         replace_folder(folder, adapter_files(network, seeds, holders(network)))
-        name = getattr(type(network), "_esper_original", type(network)).__name__
+        name = class_of(network).__name__
         warn(
             f"from_pretrained makes {with_article(name)} without the seeds that grew in it; save_pretrained has written them "
             f"to the subfolder {CHILD!r}: load both by esper.attach({name}.from_pretrained(folder), folder + '/{CHILD}')",
