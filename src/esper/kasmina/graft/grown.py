@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from esper.kasmina.graft.planted import Bank, Planted
 from esper.kasmina.graft.recording import floats, mapped, replaced
-from esper.kasmina.slot import DifferentiableFunction
+from esper.kasmina.slot import Straight
 from esper.leyline.errors import GrowthWarning, InputError, warn
 from esper.leyline.lifecycle.slots import Site, Tap
 from esper.leyline.text import did_you_mean
@@ -310,31 +310,12 @@ def check_tensors(
 # Frozen networks.
 
 
-class _Anchor(DifferentiableFunction):
-    """Returns a tensor, bit for bit, that requires a gradient; the gradient reaches no parameter."""
-
-    @staticmethod
-    def forward(value: Tensor, leaf: Tensor) -> Tensor:
-        """Copy value (...), because a loss may work in place, which a view forbids; leaf () requires a gradient."""
-        return value.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        """Save nothing."""
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
-        return None, None
-
-    @staticmethod
-    def tangent(ctx: Any, value: Tensor, leaf: Tensor) -> Tensor:
-        return value.clone()
-
-
 def _anchored(leaf: Tensor, value: Tensor) -> Tensor:
+    """Return a tensor (...), bit for bit, that requires a gradient, which reaches the leaf () alone."""
     if value.requires_grad or not value.is_floating_point():
         return value
-    return _Anchor.of(value, leaf)
+    # A clone, because a loss may work in place, which the view of a Function does not allow.
+    return Straight.of(value, leaf.to(value).expand_as(value), None).clone()
 
 
 def anchor(module: nn.Module, anchored: bool) -> None:

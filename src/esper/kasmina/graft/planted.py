@@ -246,8 +246,9 @@ class Seat(Planted):
         """Return the stream (B, ...) behind this seat: y is behind the seat before, h in front of all seats, u what it reads."""
         stream = STREAMS[self.kind]
         on, straight, attached, gated, multiplied = self.switch.unbind()
-        base = arranged(_Valve.of(h, on), self.axes)
-        read = stream.fitted(arranged(_Valve.of(u, on & attached), self.axes), base)
+        # Gradients pass where a seed acts, and are selected, not multiplied, as 0 times nan is nan.
+        base = arranged(torch.where(on, h, h.detach()), self.axes)
+        read = stream.fitted(arranged(torch.where(on & attached, u, u.detach()), self.axes), base)
         delta = self.seed.delta(read)
         gate = stream.spread(self.seed.gate(stream.gated(read)))
         change = torch.where(gated, sigmoid(gate) * delta, delta)
@@ -288,29 +289,6 @@ class Bank(nn.Module):
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return self.all()
         return [seat for seat in self.all() if seat.mode == Mode.ON]
-
-
-class _Valve(DifferentiableFunction):
-    """Returns a tensor, bit for bit, whose gradient passes where `open` () is true and is 0 elsewhere."""
-
-    @staticmethod
-    def forward(value: Tensor, passes: Tensor) -> Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[1])
-        ctx.save_for_forward(inputs[1])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient, or 0 in its place: selected and not multiplied, as 0 times nan is nan."""
-        (passes,) = ctx.saved_tensors
-        return torch.where(passes, gradients[0], torch.zeros_like(gradients[0])), None
-
-    @staticmethod
-    def tangent(ctx: Any, value: Tensor, passes: None) -> Tensor:
-        return torch.where(ctx.saved_tensors[0], value, torch.zeros_like(value))
 
 
 class _Join(DifferentiableFunction):
