@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -39,21 +39,12 @@ from esper.kasmina.graft.widening import Outputs, axes_of, check_own_weight
 from esper.leyline.errors import InputError, in_words
 
 Way = Literal["zeros", "means", "copies"]
-WAYS: tuple[Way, ...] = ("zeros", "means", "copies")
+WAYS: tuple[Way, ...] = get_args(Way)
 
 Variant = Literal[
     "plain", "buffers", "by head", "new heads first", "by head, new heads first", "scaled", "joined", "positions"
 ]
-VARIANTS: tuple[Variant, ...] = (
-    "plain",
-    "buffers",
-    "by head",
-    "new heads first",
-    "by head, new heads first",
-    "scaled",
-    "joined",
-    "positions",
-)
+VARIANTS: tuple[Variant, ...] = get_args(Variant)
 
 NOISE = 0.5
 """Standard deviation of the noise on weights that read copies, as a share of that of these weights."""
@@ -141,10 +132,9 @@ class Multiplication:
         # powers of r where layers alone read what such a norm returns, and are divided in its place: of their weights, of
         # those of the norm, and of its bias
         self.shares: dict[str, float] = {}
-        # attributes that are multiplied, with their values, by the path of the submodule, or by `path:name` of its config
-        self.counts: dict[str, dict[str, int]] = {}
-        # those that are lists of widths, such as `hidden_sizes`
-        self.lists: dict[str, dict[str, list[int] | tuple[int, ...]]] = {}
+        # attributes that are multiplied, with their values, by the path of the submodule, or by `path:name` of its config; some
+        # are lists of widths, such as `hidden_sizes`
+        self.counts: dict[str, dict[str, Any]] = {}
         self.epsilons: dict[str, dict[str, float]] = {}  # by the same paths, what such norms add to the mean square
         self.offsets: set[str] = set()  # weights of such norms to which 1 is added where they are applied, as in Gemma
         # attributes of embeddings, or of the modules that hold them, which are the root of the width, and by which
@@ -459,7 +449,12 @@ class Multiplication:
         """Note the parameters of other modules: positions, tokens, scales of features, and the weights of norms."""
         names = {id(weight): name for name, weight in weights.items()}
         factor = {each for node in self._flow.order if node.name().startswith("Mul") for each in _leaves(node)}
-        streams = {self._width(path) for path in self.widths if path not in self._heads or self._is_behind_heads(path)}
+        behind_heads = {
+            path
+            for path, heads in self._heads.items()
+            if any(each.reads and each.block == heads.size for each in self.axes.get(f"{_prefix(path)}weight", []))
+        }
+        streams = {self._width(path) for path in self.widths if path not in self._heads.keys() - behind_heads}
         for node in self._flow.order:
             name = names.get(id(getattr(node, "variable", None)))
             if name is None or name in self.axes or node in self._external or node not in self._inner:
@@ -518,11 +513,6 @@ class Multiplication:
             for name, own in part._buffers.items() if not type(part).__module__.startswith("torch.") else ():
                 if own is not None and own.is_floating_point() and own.dim() > 1 and own.shape[-1] in streams:
                     self._grow(_prefix(path) + name, Axis(own.dim() - 1, stream=True))
-
-    def _is_behind_heads(self, path: str) -> bool:
-        return any(
-            each.reads and each.block == self._heads[path].size for each in self.axes.get(f"{_prefix(path)}weight", [])
-        )
 
     def _join_tied(self) -> None:
         """Let layers with one weight agree on it: where one writes by it and one reads, the norm in front of that one divides."""
@@ -622,7 +612,7 @@ class Multiplication:
                     of_heads = bool(self._heads and ":" in where and _HEADS.search(name))
                     among = numbers if of_heads else widths - {1}
                     if (of_heads or _WIDTHS.search(name)) and all(type(own) is int and own in among for own in listed):
-                        self.lists.setdefault(where, {})[name] = listed
+                        self.counts.setdefault(where, {})[name] = listed
 
     @torch.no_grad()
     def apply(
@@ -673,24 +663,17 @@ class Multiplication:
         """
         parts = {"": network, **dict(network.named_modules())}
         generator = torch.Generator().manual_seed(key)
-        tables: Sequence[tuple[Mapping[str, Mapping[str, float]], int]]
-        tables = (self.counts, 1), (self.epsilons, 0 if way == "copies" else -1)
-        for table, power in tables:
-            done = set[tuple[int, str]]()  # modules share a config
-            for where, numbers in table.items():
-                path, _, config = where.partition(":")
-                holder = vars(parts[path])[config] if config else parts[path]
-                for name, number in numbers.items():
-                    if (id(holder), name) not in done:
-                        done.add((id(holder), name))
-                        product = number * factor**power
-                        of_torch = isinstance(holder, _OVER_FEATURES) and name == "normalized_shape"
-                        vars(holder)[name] = (product,) if of_torch else product
-        for where, lists in self.lists.items():
+        # Numbers are multiplied as they were found, so that a config which modules share is not multiplied twice.
+        for where, numbers in [*self.counts.items(), *(self.epsilons.items() if way != "copies" else ())]:
             path, _, config = where.partition(":")
             holder = vars(parts[path])[config] if config else parts[path]
-            for name, listed in lists.items():  # of the first network: a config that modules share is multiplied once
-                vars(holder)[name] = type(listed)(factor * own for own in listed)
+            for name, own in numbers.items():
+                if isinstance(own, list | tuple):
+                    vars(holder)[name] = type(own)(factor * each for each in own)
+                elif isinstance(holder, _OVER_FEATURES) and name == "normalized_shape":
+                    vars(holder)[name] = (factor * own,)
+                else:
+                    vars(holder)[name] = own * (factor**-1 if isinstance(own, float) else factor)
         for path, names in self.roots.items() if rooted else ():
             part = parts[path]
             for name in names:
@@ -727,7 +710,7 @@ class Multiplication:
 
 
 def _multiplied(
-    value: Tensor, axes: Sequence[Axis], way: Way, factor: int, generator: torch.Generator, size: float = 1.0
+    value: Tensor, axes: Sequence[Axis], way: Way, factor: int, generator: torch.Generator, size: float
 ) -> Tensor:
     """Return a tensor with more along some axes, in the order of `axes`: first along what it reads, then along what it writes."""
     spread = float(value.double().std(correction=0)) if value.numel() else 0.0

@@ -235,7 +235,7 @@ def _multiply(
                 left_out[first] = str(error)
             continue
         if not multiplication.widths:
-            if multiplication.counts or multiplication.lists:  # of the hidden features that are wider
+            if multiplication.counts:  # of the hidden features that are wider
                 with suppress(InputError):  # then they count something else
                     multiplication.apply(networks, example, factor, seed)
             break
