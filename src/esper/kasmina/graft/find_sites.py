@@ -820,7 +820,7 @@ def find_sites(module: nn.Module, example: Any, loss: Callable[[Any], Tensor] | 
     check_module(module)
     examples = _examples(example)
 
-    def found(weights: dict[str, Tensor]) -> FoundSites:
+    with on_aliases(module, started=True) as weights:
         candidates = Candidates(module, record(module, example, loss), weights, examples, example)
         for choice in candidates.choices():
             chosen, left_out = candidates.sifted(choice)
@@ -844,9 +844,7 @@ def find_sites(module: nn.Module, example: Any, loss: Callable[[Any], Tensor] | 
             (source, target): Span(Site(target, target, source, streams[target], target in causal), read, why)
             for (source, target), (read, why) in pairs.items()
         }
-        return FoundSites(type(module).__name__, sites, chosen, left_out, reads, spans)
-
-    return on_aliases(module, found, started=True)
+    return FoundSites(type(module).__name__, sites, chosen, left_out, reads, spans)
 
 
 def find_hidden(module: nn.Module, example: Any) -> tuple[list[Hidden], list[str]]:
@@ -857,13 +855,12 @@ def find_hidden(module: nn.Module, example: Any) -> tuple[list[Hidden], list[str
     check_module(module)
     examples = _examples(example)
 
-    def found(weights: dict[str, Tensor]) -> tuple[list[Hidden], list[str]]:
+    with on_aliases(module) as weights:
         recording = record(module, example, None)
         own = [path for path, part in submodules(module).items() if any(True for _ in part.parameters(recurse=False))]
         idle = [path for path in own if path not in recording.calls]
-        return Candidates(module, recording, weights, examples, example).hidden(), idle
-
-    return on_aliases(module, found)
+        hidden = Candidates(module, recording, weights, examples, example).hidden()
+    return hidden, idle
 
 
 def is_quantised(weight: Tensor) -> bool:

@@ -146,9 +146,8 @@ class Multiplication:
         self._flattens = False  # whether a layer reads the positions of maps, or several streams side by side
         self._divided: set[str] = set()  # parameters of norms in front of a layer that is tied to one that writes
         check_module(module)
-        on_aliases(
-            module, lambda weights: self._find(record(module, example, lambda out: distance(results(out))), weights)
-        )
+        with on_aliases(module) as weights:
+            self._find(record(module, example, lambda out: distance(results(out))), weights)
         if variant == "buffers":
             self._grow_buffers()
         if variant == "joined" and not self._flattens:

@@ -11,19 +11,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.func import functional_call
 
 from esper.kasmina.graft.planted import Planted
 from esper.leyline.errors import InputError, in_words
 from esper.leyline.text import kind_of
-
-Result = TypeVar("Result")
 
 PRODUCT = re.compile(r"(?<!^Cu)(?<!a)[Mm]m|[Mm]v|Conv|(?<!^Upsample)(?<!^UpsampleBi)(?<!^UpsampleTri)[Ll]inear|Rnn")
 """Names of the autograd nodes that multiply by a weight; interpolation, cumulative maxima and gamma functions do not."""
@@ -60,43 +57,34 @@ class Recording(NamedTuple):
     loss: Tensor
 
 
-def on_aliases(module: nn.Module, work: Callable[[dict[str, Tensor]], Result], *, started: bool = False) -> Result:
-    """Call work(weights) while `weights`, aliases of the parameters that need a gradient, replace the parameters by name.
+@contextmanager
+def on_aliases(module: nn.Module, *, started: bool = False) -> Iterator[dict[str, Tensor]]:
+    """Put aliases of the parameters, which need a gradient, in their places inside the block, and yield them by name.
 
     Copies replace the buffers. With `started`, small random matrices replace those that are 0 and are trained: a head that
     begins at 0 lets no gradient through before its first step. Everything else that running a module changes is restored
     afterwards (`untouched`). Raises InputError if the module writes into a parameter.
     """
-    with torch.inference_mode(False), torch.enable_grad(), untouched(module):
-        weights = {}
+    with torch.inference_mode(False), torch.enable_grad(), untouched(module):  # which puts the parameters back, too
+        weights, replaced = dict[str, Tensor](), dict[int, Tensor]()
         for name, p in module.named_parameters():
             alias = p.detach()
             if started and p.requires_grad and p.ndim > 1 and not bool(p.any()):
                 drawn = torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
                 alias = (0.02 * drawn).to(p.device, p.dtype)
-            weights[name] = alias.requires_grad_(p.is_floating_point())
+            weights[name] = replaced[id(p)] = alias.requires_grad_(p.is_floating_point())
         versions = {name: weight._version for name, weight in weights.items()}
-        copies = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        replaced = {f"module.{name}": value for name, value in (weights | copies).items()}
-        result: Result = functional_call(_Work(module, work), replaced, (weights,))
+        replaced |= {id(buffer): buffer.clone() for buffer in module.buffers()}
+        for part in module.modules():
+            tables: tuple[dict[str, Any], ...] = part._parameters, part._buffers
+            for table in tables:
+                table |= {name: replaced[id(own)] for name, own in table.items() if own is not None}
+        yield weights
     for name, version in versions.items():
         if weights[name]._version != version:
             raise InputError(
                 f"the forward of {type(module).__name__} writes into its parameter {name!r}; keep what changes in a buffer"
             )
-    return result
-
-
-class _Work(nn.Module):
-    """Wraps work on a module as a module, which is what `functional_call` takes."""
-
-    def __init__(self, module: nn.Module, work: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.module = module
-        self.work = work
-
-    def forward(self, weights: dict[str, Tensor]) -> Any:
-        return self.work(weights)
 
 
 def record(module: nn.Module, example: Any, loss: Callable[[Any], Tensor] | None) -> Recording:

@@ -301,8 +301,7 @@ def blocks_of_one_class(container: Any, at: int) -> int:
 
 def silenced(model: nn.Module, block: str, example: Any) -> Iterator[list[str]]:
     """Yield sets of the parameters of a block, by their names in it, which make its output 0 where they are 0."""
-
-    def found(weights: dict[str, Tensor]) -> tuple[list[str], list[str]]:
+    with on_aliases(model) as weights:
         flow = Flow(model, record(model, example, None), weights)
         if (node := flow.node(block)) is None:
             first = next(path for path, part in model.named_modules() if part is model.get_submodule(block))
@@ -312,9 +311,8 @@ def silenced(model: nn.Module, block: str, example: Any) -> Iterator[list[str]]:
         reach = flow.reach([node], "")
         layers = [layer for layer in reach.layers if f"{layer}.".startswith(f"{block}.")]
         norms = [path for path in flow.parts if path.startswith(f"{block}.") and flow.node(path) in reach.nodes]
-        return layers, [path for path in norms if flow.parts[path]._parameters]
-
-    for paths in on_aliases(model, found):
+        norms = [path for path in norms if flow.parts[path]._parameters]
+    for paths in (layers, norms):
         names = []
         for path in paths:
             part = model.get_submodule(path)

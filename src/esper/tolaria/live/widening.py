@@ -362,15 +362,15 @@ def _unused(model: nn.Module, example: Any) -> dict[str, nn.Parameter]:
     InputError if the outputs depend on a parameter through anything but its module, as a list that holds it too.
     """
     own = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-    def gradients(weights: dict[str, Tensor]) -> tuple[Any, ...]:
-        outputs = [value.sum() for value in floats(call(model, mapped(example, torch.clone))) if value.requires_grad]
-        both = [*(weights[name] for name in own), *own.values()]
-        return torch.autograd.grad(sum(outputs), both, allow_unused=True) if own and outputs else (0,) * len(both)  # type: ignore[arg-type]
-
     with undisturbed(model):
         try:
-            found = on_aliases(model, gradients)  # which take the places of the parameters in their modules alone
+            with on_aliases(model) as weights:  # which take the places of the parameters in their modules alone
+                streams = floats(call(model, mapped(example, torch.clone)))
+                outputs = [value.sum() for value in streams if value.requires_grad]
+                both = [*(weights[name] for name in own), *own.values()]
+                found: tuple[Any, ...] = (0,) * len(both)
+                if own and outputs:
+                    found = torch.autograd.grad(sum(outputs), both, allow_unused=True)  # type: ignore[arg-type]
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
