@@ -5,6 +5,7 @@ import torch
 
 from bodies import ALL, empty, make_body, set_seed
 from esper.kasmina.lifecycle import doses
+from esper.kasmina.stack.plan import plan_of
 from esper.leyline.lifecycle.stages import Stage
 from esper.tolaria.stacked.population import shadows
 
@@ -22,14 +23,14 @@ def test_passes_that_differ_in_alpha_alone_have_one_plan():
     body, seeds = planted([0, 2])
     dose = doses(seeds)
     first, second = body.route(dose, seeds), body.route(dose * np.float32(0.5), seeds)
-    assert first.plan == second.plan
-    assert hash(first.plan) == hash(second.plan)
+    assert plan_of(first) == plan_of(second)
+    assert hash(plan_of(first)) == hash(plan_of(second))
     assert not torch.equal(first.base[0][0].alpha, second.base[0][0].alpha)
 
 
 def test_which_environments_bear_the_seeds_is_a_dose_and_how_many_is_of_the_plan():
     routes = [body.route(doses(seeds), seeds) for body, seeds in (planted([0, 2]), planted([1, 3]), planted([1]))]
-    assert routes[0].plan == routes[1].plan != routes[2].plan
+    assert plan_of(routes[0]) == plan_of(routes[1]) != plan_of(routes[2])
     assert [route.base[0][0].where.tolist() for route in routes] == [[0, 2], [1, 3], [1]]
 
 
@@ -46,10 +47,10 @@ def test_an_alpha_below_one_a_birth_and_a_shadow_ask_for_other_plans():
     body, seeds = planted([0, 2])
     incubating = set_seed(body, seeds, 1, 1, 0, stage=Stage.TRAINING)
     plans = {
-        body.route(doses(seeds), seeds).plan,
-        body.route(np.ones_like(doses(seeds)) * (doses(seeds) > 0), seeds).plan,
-        body.route(doses(incubating), incubating, shadows(incubating), train=True).plan,
-        body.route(doses(incubating), incubating, train=True, straight=True).plan,
-        body.route(doses(seeds), seeds, part=slice(0, 2)).plan,
+        plan_of(body.route(doses(seeds), seeds)),
+        plan_of(body.route(np.ones_like(doses(seeds)) * (doses(seeds) > 0), seeds)),
+        plan_of(body.route(doses(incubating), incubating, shadows(incubating), train=True)),
+        plan_of(body.route(doses(incubating), incubating, train=True, straight=True)),
+        plan_of(body.route(doses(seeds), seeds, part=slice(0, 2))),
     }
     assert len(plans) == 5

@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.host import SegmentedHost, dtype_of, segment_outputs, width_read
-from esper.leyline.data.batches import Batch, cast, map_leaves, run, shapes
+from esper.leyline.data.batches import Batch, cast, first, map_leaves, run, shapes
 from esper.leyline.errors import InputError, typed_line
 from esper.leyline.lifecycle.slots import SlotSpec
 from esper.leyline.lifecycle.streams import STREAMS, Kind
@@ -53,7 +53,11 @@ class CutHost:
             raise InputError(
                 f"the host, {kind}, cannot be cut into segments, as torch.fx cannot trace it ({typed_line(error)}); {mend}"
             ) from None
-        outputs = steps.outputs(x)
+        outputs: list[Any] = []
+        with torch.no_grad():
+            for step in range(len(steps.layers)):
+                part = steps.segment(step, step)
+                outputs.append(part(outputs[-1]) if outputs else run(part, x))
         self._ends, self._slots = _cut(steps, outputs, len(whole) if isinstance(whole, Tensor) else 0)
         if not self._slots:
             raise InputError(
@@ -64,11 +68,21 @@ class CutHost:
         with torch.no_grad():
             if not isinstance(whole, Tensor) or not torch.allclose(run(host.eval(), x), whole, equal_nan=True):
                 raise InputError(f"the host, {kind}, computes something else when it is cut into segments; {mend}")
-        causal = [slot.kind == Kind.SEQUENCE and _is_causal(host, slot, x) for slot in self._slots]
-        with torch.no_grad():
-            streams = segment_outputs(host.eval().segments, x)
-        slots = [replace(slot, causal=own) for slot, own in zip(self._slots, causal, strict=True)]
-        self._slots = [replace(slot, around=_around(slot, streams)) for slot in slots]
+            streams, changed = segment_outputs(host.segments, x), None
+            middle = x.shape[1] // 2 if isinstance(x, Tensor) and x.dim() > 1 else 0
+            if middle and any(slot.kind == Kind.SEQUENCE for slot in self._slots):
+                earlier, later = first(x)[:, :middle], first(x)[:, middle:]
+                later = later + 1 if later.is_floating_point() else 1 - later
+                changed = segment_outputs(host.segments, torch.cat([earlier, later], 1))
+        for index, slot in enumerate(self._slots):
+            causal = False  # whether no position of the stream depends on later positions of x (B, L, ...)
+            if slot.kind == Kind.SEQUENCE and changed is not None:
+                one, two = (first(each[slot.after + 1]) for each in (streams, changed))
+                causal = one.shape[1] == first(x).shape[1] and torch.allclose(
+                    one[:, :middle], two[:, :middle], atol=1e-6
+                )
+            slot = replace(slot, causal=causal)
+            self._slots[index] = replace(slot, around=_around(slot, streams))
 
     def __call__(self) -> SegmentedHost:
         """Make a host with weights of its own."""
@@ -91,14 +105,6 @@ class _Sequence:
     def __init__(self, module: nn.Sequential) -> None:
         self._modules = list(_flat(module, ""))
         self.layers = [[each] if _is_layer(each.module) else [] for each in self._modules]
-
-    def outputs(self, x: Batch) -> list[Any]:
-        """Return what every step returns for a batch."""
-        found: list[Any] = []
-        with torch.no_grad():
-            for _, module in self._modules:
-                found.append(run(module, found[-1] if found else x))
-        return found
 
     def segment(self, first: int, last: int) -> nn.Module:
         """Return the steps from `first` to `last`, both counted, as one module."""
@@ -149,20 +155,6 @@ class _Graph:
             ]
             for start, end in zip(starts, self._ends, strict=True)
         ]
-
-    def outputs(self, x: Batch) -> list[Any]:
-        """Return what every step returns for a batch."""
-        found: dict[fx.Node, Any] = {}
-
-        class Recorder(fx.Interpreter):
-            def run_node(self, node: fx.Node) -> Any:
-                found[node] = super().run_node(node)
-                return found[node]
-
-        recorder = Recorder(self._module)
-        with torch.no_grad():
-            run(recorder.run, x if not isinstance(x, dict) else tuple(x[str(node.target)] for node in self._inputs))
-        return [found[self._nodes[end]] for end in self._ends]
 
     def segment(self, first: int, last: int) -> nn.Module:
         """Return the steps from `first` to `last`, both counted, as one module."""
@@ -285,21 +277,3 @@ def _drawn(example: Batch) -> Batch:
         return torch.randint(0, 2, leaf.shape, generator=generator).to(leaf.dtype)
 
     return map_leaves(draw, example)
-
-
-@torch.no_grad()
-def _is_causal(host: SegmentedHost, slot: SlotSpec, x: Batch) -> bool:
-    """Return whether no position of the stream at a slot depends on later positions of x (B, L, ...)."""
-    if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[1] < 2:
-        return False
-    middle = x.shape[1] // 2
-    later = x[:, middle:]
-    other = torch.cat([x[:, :middle], later + 1 if later.is_floating_point() else 1 - later], 1)
-    streams = []
-    for given in (x, other):
-        stream = given
-        for segment in host.segments[: slot.after + 1]:
-            stream = run(segment, stream)
-        streams.append(stream)
-    one, two = streams
-    return one.shape[1] == x.shape[1] and torch.allclose(one[:, :middle], two[:, :middle], atol=1e-6)

@@ -42,8 +42,8 @@ class Graft(NamedTuple):
         return {Tap.HERE: self.after, Tap.BEFORE: bypassed, Tap.INPUT: 0}[self.tap]
 
 
-class _Scaled(nn.Module):
-    """Holds a mean and a standard deviation as buffers."""
+class Standardization(nn.Module):
+    """Holds the mean and the standard deviation of features or targets as buffers, in whose dtype `scaling` computes."""
 
     mean: Tensor
     deviation: Tensor
@@ -56,20 +56,6 @@ class _Scaled(nn.Module):
     @property
     def scaling(self) -> Scaling:
         return Scaling(self.mean, self.deviation)
-
-
-class Standardize(_Scaled):
-    """Computes (x - mean) / deviation of examples x (B, ...) of any dtype, in the dtype of its buffers."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scaling.read(x)
-
-
-class Restore(_Scaled):
-    """Computes z * deviation + mean of outputs z (B, ...), whose mean and deviation have the shape of one example's y."""
-
-    def forward(self, z: Tensor) -> Tensor:
-        return self.scaling.restore(z)
 
 
 class GrownNetwork(nn.Module):
@@ -96,12 +82,12 @@ class GrownNetwork(nn.Module):
         original: Callable[[], nn.Module] | None = None,
     ) -> None:
         super().__init__()
-        self.standardize = None if interface.scaling is None else Standardize(interface.scaling)
+        self.standardize = None if interface.scaling is None else Standardization(interface.scaling)
         self.segments = host.segments
         self.slots, self.stacks, self.draws = host.slots, host.stacks, host.draws  # to grow it further
         self.seeds = nn.ModuleList(seeds)
         self.grafts = tuple(grafts)
-        self.restore = None if interface.target_scaling is None else Restore(interface.target_scaling)
+        self.restore = None if interface.target_scaling is None else Standardization(interface.target_scaling)
         self.interface, self.inputs = interface, interface.inputs
         self.classes = interface.classes
         self.target = interface.target
@@ -113,9 +99,9 @@ class GrownNetwork(nn.Module):
         batch = batch_of(() if x is None else (x, *others), named)
         if self.standardize is not None:
             assert isinstance(batch, Tensor), "only a single tensor is standardized"
-            batch = self.standardize(batch)
+            batch = self.standardize.scaling.read(batch)
         y = run_segments(batch, self.segments, self.seeds, self.grafts)
-        return y if self.restore is None else self.restore(y)
+        return y if self.restore is None else self.restore.scaling.restore(y)
 
     def describe(self) -> str:
         """Return the segments and the seeds as text, a line each in the order in which they run, with layers and parameters."""

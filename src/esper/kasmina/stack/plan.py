@@ -81,16 +81,14 @@ class Route(NamedTuple):
         """Whether the hosts run alone: no seed acts on them, and no branch leaves them."""
         return not any(self.base) and not self.joins
 
-    @property
-    def plan(self) -> Hashable:
-        """What passes have in common that differ only in their tensors, so that they can run as one compiled graph."""
-        return structure(self)
 
+def plan_of(tree: object) -> Hashable:
+    """Return what routes have in common that differ only in their tensors, so that their passes can run as one compiled graph.
 
-def structure(tree: object) -> Hashable:
-    """Return a tree of tuples that has the length of each array of indices in its place, and `...` in that of each tensor."""
+    It is a tree of tuples that has the length of each array of indices in its place, and `...` in that of each tensor.
+    """
     if isinstance(tree, tuple):
-        return tuple(map(structure, tree))
+        return tuple(map(plan_of, tree))
     if isinstance(tree, slice):
         return tree.start, tree.stop
     if isinstance(tree, np.ndarray):

@@ -266,9 +266,10 @@ class Stack:
                 return self(x, rows, part=part, frozen=True)
             finally:
                 self.module.train()
-        tensors = self._parameters(what, rows, frozen)
-        at = rows if isinstance(rows, slice) else self._index(rows)
-        kept = {name: self.columns[name][at] for name, _, _ in what.buffers}
+        given, index = self.given(part, rows, frozen)
+        given = given if index is None else [each.index_select(0, index) for each in given]
+        tensors = given[: len(what.places)]
+        kept = {name: each for (name, _, _), each in zip(what.buffers, given[len(tensors) :], strict=True)}
         buffers, single = kept, first(x).shape[0] == 1 and not self._rounds_alike(what)
         # x becomes a node of its own in either case. The gradients of the module for x are then summed before those of
         # other users of x are added, so the order of the sum, which decides its last bit, is the same for any number of rows.
@@ -493,19 +494,13 @@ class Stack:
 
         The index (n,) is None where they are those of the rows already, which is the case for a slice.
         """
-        what = self.part(path)
-        index = None if isinstance(rows, slice) else self._index(rows)
-        run = rows if isinstance(rows, slice) else slice(0, self.capacity)
+        what, run, index = self.part(path), rows, None
+        if not isinstance(run, slice):
+            run = slice(0, self.capacity)
+            index = rows if isinstance(rows, Tensor) else torch.from_numpy(rows).to(self.device, non_blocking=True)
         start, stop, _ = run.indices(self.capacity)
         buffers = [self.columns[name][start:stop] for name, _, _ in what.buffers]
         return [*self._views(what, start, stop, frozen), *buffers], index
-
-    def _parameters(self, what: _Part, rows: Rows, frozen: bool) -> list[Tensor]:
-        if isinstance(rows, slice):
-            start, stop, _ = rows.indices(self.capacity)
-            return self._views(what, start, stop, frozen)
-        index = self._index(rows)
-        return [leaf.index_select(0, index) for leaf in self._views(what, 0, self.capacity, frozen)]
 
     def _views(self, what: _Part, start: int, stop: int, frozen: bool) -> list[Tensor]:
         """Return the parameters of a run of rows as leaves whose .grad are views of the gradient column; made once."""
@@ -526,9 +521,6 @@ class Stack:
             if "gradient" in self.columns:
                 leaf.grad = place.of(self.columns["gradient"][rows]).detach()
         return leaf
-
-    def _index(self, rows: NDArray[np.int64] | Tensor) -> Tensor:
-        return rows if isinstance(rows, Tensor) else torch.from_numpy(rows).to(self.device, non_blocking=True)
 
     def _loop(self, x: Batch, rows: Rows, part: str, frozen: bool, keys: NDArray[np.int64] | None) -> Tensor:
         chosen = range(self.capacity)[rows] if isinstance(rows, slice) else rows

@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils import _pytree as pytree
 
 from esper.kasmina.stack.body import Body
-from esper.kasmina.stack.plan import Indices, Route
+from esper.kasmina.stack.plan import Indices, Route, plan_of
 from esper.kasmina.stack.rows import Stack
 from esper.kasmina.stack.tape import PassTape
 from esper.leyline.config.tree import Config, DataConfig
@@ -406,7 +406,7 @@ class Passes:
         stacks = self._stacks(route)
         inputs = CompiledInputs.of(self.body, stacks, route, *batch[:4])
         if self._planned[0] is not route:
-            self._planned = route, route.plan
+            self._planned = route, plan_of(route)
         key = self._planned[1], inputs.shapes
         found = self._known.pop(key) if key in self._known else self._prepared(stacks, inputs, key, remaining)
         self._known[key] = found
