@@ -246,9 +246,8 @@ class Seat(Planted):
         """Return the stream (B, ...) behind this seat: y is behind the seat before, h in front of all seats, u what it reads."""
         stream = STREAMS[self.kind]
         on, straight, attached, gated, multiplied = self.switch.unbind()
-        # Gradients pass where a seed acts, and are selected, not multiplied, as 0 times nan is nan.
-        base = arranged(torch.where(on, h, h.detach()), self.axes)
-        read = stream.fitted(arranged(torch.where(on & attached, u, u.detach()), self.axes), base)
+        base = arranged(_passing(h, on), self.axes)
+        read = stream.fitted(arranged(_passing(u, on & attached), self.axes), base)
         delta = self.seed.delta(read)
         gate = stream.spread(self.seed.gate(stream.gated(read)))
         change = torch.where(gated, sigmoid(gate) * delta, delta)
@@ -289,6 +288,15 @@ class Bank(nn.Module):
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return self.all()
         return [seat for seat in self.all() if seat.mode == Mode.ON]
+
+
+def _passing(value: Tensor, passes: Tensor) -> Tensor:
+    """Return a tensor, bit for bit, whose gradient passes where `passes` () is true and is 0 elsewhere.
+
+    The gradient is selected, and not multiplied, as 0 times nan is nan. Nothing reads what is selected in the forward pass, so
+    that a compiled one leaves it out.
+    """
+    return Straight.of(value.detach(), torch.where(passes, value, value.detach()), None)
 
 
 class _Join(DifferentiableFunction):
