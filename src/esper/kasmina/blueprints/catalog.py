@@ -377,13 +377,12 @@ def _convolutional(kind: Kind) -> None:
     area, one, three = 3**sides, "x".join("1" * sides), "x".join("3" * sides)
     here, before = Tap.HERE, Tap.BEFORE
 
-    def two_convs(hidden: int, size: int) -> tuple[Build, Count]:
-        return partial(maps.two_convs, hidden=hidden, size=size, sides=sides), (
-            lambda r, w: hidden * (area * r + 1) + w * (size**sides * hidden + 1)
-        )
+    def convs(*sizes: int, hidden: tuple[int, ...] = ()) -> tuple[Build, Count]:
+        def parameters(r: int, w: int) -> int:
+            each = zip((r, *hidden), (*hidden, w), sizes, strict=True)
+            return sum(after * (size**sides * before + 1) for before, after, size in each)
 
-    def one_conv(size: int) -> tuple[Build, Count]:
-        return partial(maps.one_conv, size=size, sides=sides), lambda r, w: w * (size**sides * r + 1)
+        return partial(maps.convolutions, sizes=sizes, hidden=hidden, sides=sides), parameters
 
     _built_in("norm", here, lambda r, w: maps.Norm(w, sides), lambda r, w: 2 * w, "each example normalised", kind)
     about = "a factor for every channel from the means of all"
@@ -395,19 +394,21 @@ def _convolutional(kind: Kind) -> None:
         partial(maps.depthwise_separable, sides=sides),
     )
     _built_in("depthwise-separable", here, build, lambda r, w: (area + 1) * r + r * w + w, about, kind)
-    about, build = f"{one} to 4 channels, {three}, {one} back: depth", partial(maps.bottleneck, hidden=4, sides=sides)
-    _built_in("bottleneck", here, build, lambda r, w: 4 * (r + 1) + 4 * (4 * area + 1) + 5 * w, about, kind)
-    _built_in("conv-light", here, *two_convs(4, 1), f"{three} to 4 channels, then {one}: depth", kind)
-    _built_in("conv-heavy", here, *two_convs(16, 3), f"{three} to 16 channels, then {three}: depth", kind)
-    _built_in(f"bypass-conv-{one}", before, *one_conv(1), f"{one} around the segment: width", kind)
-    _built_in(f"bypass-conv-{three}", before, *one_conv(3), f"{three} around the segment: width", kind)
+    about = f"{one} to 4 channels, {three}, {one} back: depth"
+    _built_in("bottleneck", here, *convs(1, 3, 1, hidden=(4, 4)), about, kind)
+    about = f"{three} to 4 channels, then {one}: depth"
+    _built_in("conv-light", here, *convs(3, 1, hidden=(4,)), about, kind)
+    about = f"{three} to 16 channels, then {three}: depth"
+    _built_in("conv-heavy", here, *convs(3, 3, hidden=(16,)), about, kind)
+    _built_in(f"bypass-conv-{one}", before, *convs(1), f"{one} around the segment: width", kind)
+    _built_in(f"bypass-conv-{three}", before, *convs(3), f"{three} around the segment: width", kind)
     about = f"{three} to 8 channels, then {three}, around the segment: width"
-    _built_in(f"bypass-mlp-{three}", before, *two_convs(8, 3), about, kind)
+    _built_in(f"bypass-mlp-{three}", before, *convs(3, 3, hidden=(8,)), about, kind)
     about = f"{three} to 8 channels from the host's input, then {one}"
-    _built_in("skip-conv", Tap.INPUT, *two_convs(8, 1), about, kind)
+    _built_in("skip-conv", Tap.INPUT, *convs(3, 1, hidden=(8,)), about, kind)
     for name in ("low-rank", "mlp-small", *(f"bypass-rank-{k}" for k in (1, 2, 4, 8)), "bypass-mlp-small"):
         entry = BLUEPRINTS[Kind.VECTOR, name]
-        of_vectors = partial(maps.channelwise, entry.build, sides=sides)
+        of_vectors = partial(maps.Channelwise, entry.build, sides=sides)
         _built_in(name, entry.tap, of_vectors, entry.parameters, f"{entry.summary}, at each position", kind)
 
 

@@ -14,20 +14,11 @@ Pointwise = tuple[str] | tuple[str, float]
 RELU: Pointwise = ("relu",)
 
 
-def _quick_gelu(x: Tensor) -> Tensor:
-    """Compute x / (1 + exp(-1.702 x)), which models such as CLIP take for the GELU."""
-    return x * torch.sigmoid(1.702 * x)
-
-
-def _squared_relu(x: Tensor) -> Tensor:
-    return torch.relu(x).square()
-
-
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "relu": torch.relu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "quick_gelu": _quick_gelu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),  # which models such as CLIP take for the GELU
     "silu": F.silu,
     "mish": F.mish,
     "tanh": torch.tanh,
@@ -39,7 +30,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "hardtanh": F.hardtanh,
     "hardsigmoid": F.hardsigmoid,
     "hardswish": F.hardswish,
-    "squared_relu": _squared_relu,
+    "squared_relu": lambda x: torch.relu(x).square(),
     "leaky_relu": F.leaky_relu,
     "elu": F.elu,
 }

@@ -9,7 +9,7 @@ volume. No module here draws random numbers in forward.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -106,40 +106,31 @@ def depthwise_separable(reads: int, writes: int, *, sides: int = 2) -> Convoluti
     return Convolutions(conv(reads, reads, 3, groups=reads, sides=sides), zero_conv(reads, writes, 1, sides=sides))
 
 
-def bottleneck(reads: int, writes: int, hidden: int, *, sides: int = 2) -> Convolutions:
-    """Build 1x1 to k channels, 3x3, 1x1 back; k (r + 1) + k (3^s k + 1) + w (k + 1) parameters (He et al., 2016, figure 5)."""
-    return Convolutions(
-        conv(reads, hidden, 1, sides=sides),
-        conv(hidden, hidden, 3, sides=sides),
-        zero_conv(hidden, writes, 1, sides=sides),
-    )
+def convolutions(
+    reads: int, writes: int, sizes: Sequence[int], hidden: Sequence[int] = (), *, sides: int = 2
+) -> Convolutions:
+    """Build a convolution of each size k, of r channels to w and by the hidden numbers of channels between.
 
-
-def two_convs(reads: int, writes: int, hidden: int, size: int, *, sides: int = 2) -> Convolutions:
-    """Build 3x3 to k channels, ReLU, then a convolution of a given size; k (3^s r + 1) + w (size^s k + 1) parameters."""
-    return Convolutions(conv(reads, hidden, 3, sides=sides), zero_conv(hidden, writes, size, sides=sides))
-
-
-def one_conv(reads: int, writes: int, size: int, *, sides: int = 2) -> Convolutions:
-    """Return one linear convolution; w (size^s r + 1) parameters."""
-    return Convolutions(zero_conv(reads, writes, size, sides=sides))
+    Each has w' (k^s r' + 1) parameters, where it maps r' channels to w'. Sizes 1, 3, 1 are a bottleneck (He et al., 2016,
+    figure 5).
+    """
+    *inner, (r, w, last) = zip((reads, *hidden), (*hidden, writes), sizes, strict=True)
+    return Convolutions(*(conv(*each, sides=sides) for each in inner), zero_conv(r, w, last, sides=sides))
 
 
 class Channelwise(StackedModule):
-    """Runs a seed for vectors at each position of a map, with the channels as features. It has the parameters of that seed."""
+    """Runs a seed for vectors, which `build` makes, at each position of a map, with the channels as features.
+
+    It has the parameters of that seed.
+    """
 
     draws = False
 
-    def __init__(self, seed: nn.Module, sides: int = 2) -> None:
+    def __init__(self, build: Callable[[int, int], nn.Module], reads: int, writes: int, *, sides: int = 2) -> None:
         super().__init__()
-        self.seed, self.sides = seed, sides
+        self.seed, self.sides = build(reads, writes), sides
 
     def forward(self, u: Tensor) -> Tensor:
         """Return (B, reads, H, W) -> (B, writes, H, W), or (E, B, reads, H, W) -> (E, B, writes, H, W)."""
         features = -1 - self.sides
         return self.seed(u.movedim(features, -1)).movedim(-1, features)
-
-
-def channelwise(build: Callable[[int, int], nn.Module], reads: int, writes: int, *, sides: int = 2) -> Channelwise:
-    """Return a seed for vectors at each position of a map, as `build` makes it for these widths."""
-    return Channelwise(build(reads, writes), sides)
