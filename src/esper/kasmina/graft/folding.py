@@ -185,9 +185,13 @@ def _changes(network: nn.Module, name: str, pairs: bool, passes: Sequence[Pass])
     site, planted = sites_of(network)[name], planted_at(network, name)
     assert planted is not None, "there must be a seed to fold"
     delta = planted.seed.delta.seed if isinstance(planted.seed.delta, Channelwise) else planted.seed.delta
-    hidden = _hidden(delta)
-    if hidden is not None and (planted.tap, planted.blend) == (Tap.BEFORE, Blend.ADD):
-        changed = _wider(network, site, *hidden, planted.alpha, pairs)
+    hidden: tuple[nn.Module, ...] = ()  # the two layers of a seed with one hidden layer
+    if isinstance(delta, MLPSeed):
+        hidden = delta.inner, delta.out
+    elif isinstance(delta, Convolutions) and len(delta) == 3:
+        hidden = delta[0], delta[2]
+    if hidden and (planted.tap, planted.blend) == (Tap.BEFORE, Blend.ADD):
+        changed = _wider(network, site, hidden[0], hidden[1], planted.alpha, pairs)
         return [*changed, *_wider_norms(network, site, planted, changed, passes)]
     reads_input = planted.tap == Tap.BEFORE and site.around == site.after
     if planted.blend != Blend.ADD:
@@ -212,22 +216,11 @@ def _changes(network: nn.Module, name: str, pairs: bool, passes: Sequence[Pass])
     return changed
 
 
-def _hidden(delta: nn.Module) -> tuple[nn.Module, nn.Module] | None:
-    """Return the two layers of a seed with one hidden layer; None for another seed."""
-    if isinstance(delta, MLPSeed):
-        return delta.inner, delta.out
-    return (delta[0], delta[2]) if isinstance(delta, Convolutions) and len(delta) == 3 else None
-
-
-def _wider(
-    network: nn.Module, site: Site, inner: nn.Module, out: nn.Module, alpha: Tensor, pairs: bool
-) -> list[_Change]:
+def _wider(network: nn.Module, site: Site, inner: Any, out: Any, alpha: Tensor, pairs: bool) -> list[_Change]:
     """Return the parameters of the two layers that a site spans, with the hidden units of its seed. Raises _Beside.
 
     inner, out: the two layers of the seed.
     """
-    assert is_layer(inner), "what a seed is made of"
-    assert is_layer(out), "what a seed is made of"
     if network.get_submodule(site.around) is network.get_submodule(site.after):
         raise _Beside("it has hidden units, and spans one layer and not two")
     if not site.around:
@@ -240,12 +233,11 @@ def _wider(
         raise _Beside(f"{site.after!r} does not read the features that {site.around!r} writes")
     units = own.shape[0] + len(inner.weight)
     rows, columns = _centred(inner.weight, first, site.around), _centred(alpha * out.weight, second, site.after)
+    written, read = known_axes(first).written, known_axes(second).read
     changed = [
-        _Change(first, "weight", matrix(first, torch.cat([own, rows])), (_counts(first)[0], units)),
-        _Change(second, "weight", matrix(second, torch.cat([next_own, columns], 1)), (_counts(second)[1], units)),
+        _Change(first, "weight", matrix(first, torch.cat([own, rows])), (written, units)),
+        _Change(second, "weight", matrix(second, torch.cat([next_own, columns], 1)), (read, units)),
     ]
-    assert inner.bias is not None, "what a seed is made of"
-    assert out.bias is not None, "what a seed is made of"
     for path, layer, more, adds in (
         (site.around, first, inner.bias, True),
         (site.after, second, alpha * out.bias, False),
@@ -265,10 +257,24 @@ def _wider_norms(
     With mean m and variance v of a unit on the batches of `passes`, its weight is sqrt(v + eps) and its bias is m, so that the
     norm returns in evaluation mode what it is given, and in training mode the same as far as a batch has these statistics.
     """
-    more = changed[0].value.shape[0] if not _is_turned(changed[0].part) else changed[0].value.shape[1]
     first, second = (network.get_submodule(path) for path in (site.around, site.after))
-    units = more - int(getattr(first, _counts(first)[0]))
-    norms = _norms_between(network, first, second, more - units, passes[:1])
+    axes = known_axes(first)
+    more = changed[0].value.shape[axes.writes]
+    units = more - int(getattr(first, axes.written))
+    # those of their width that run between them once, and have all that the norm of a new unit needs
+    known = [part for part in network.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    norms = [part for part in known if part.affine and part.running_mean is not None]
+    norms = [part for part in norms if part.num_features == more - units]
+    order = list[nn.Module]()
+    with ExitStack() as hooks:
+        for part in (first, second, *norms):
+            hooks.enter_context(part.register_forward_pre_hook(lambda part, _: order.append(part)))
+        for run in passes[:1] if norms else ():
+            run(network)
+    if order.count(first) != 1 or order.count(second) != 1:
+        return []
+    inside = order[order.index(first) + 1 : order.index(second)]
+    norms = [part for part in norms if inside.count(part) == order.count(part) == 1]
     if not norms:
         return []
 
@@ -303,26 +309,6 @@ def _wider_norms(
     return widened_norms([own.mean(1) for own in features], [own.var(1, correction=0) for own in features])
 
 
-def _norms_between(
-    network: nn.Module, first: nn.Module, second: nn.Module, width: int, passes: Sequence[Pass]
-) -> list[nn.modules.batchnorm._BatchNorm]:
-    """Return the BatchNorms of a width that run between two layers and have all that the norm of a new unit needs."""
-    order = list[nn.Module]()
-    known = [part for part in network.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
-    fitting = [part for part in known if part.affine and part.running_mean is not None and part.num_features == width]
-    if not fitting:
-        return []
-    with ExitStack() as hooks:
-        for part in (first, second, *fitting):
-            hooks.enter_context(part.register_forward_pre_hook(lambda part, _: order.append(part)))
-        for run in passes:
-            run(network)
-    if order.count(first) != 1 or order.count(second) != 1:
-        return []
-    inside = order[order.index(first) + 1 : order.index(second)]
-    return [part for part in fitting if inside.count(part) == order.count(part) == 1]
-
-
 def _layer(network: nn.Module, path: str) -> Layer:
     layer = network.get_submodule(path)
     if not is_layer(layer):
@@ -336,18 +322,18 @@ def _layer(network: nn.Module, path: str) -> Layer:
 def is_layer(layer: nn.Module) -> TypeGuard[Layer]:
     """Return whether a seed can fold into a layer: its weight and bias are parameters, not computed before each pass."""
     own = layer._parameters
-    known = isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) or _is_turned(layer)
+    known = isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) or is_turned(layer)
     return known and getattr(layer, "groups", 1) == 1 and own.get("weight") is not None and "bias" in own
 
 
-def _is_turned(layer: nn.Module) -> bool:
+def is_turned(layer: nn.Module) -> bool:
     """Return whether a layer is a `Conv1D` of transformers, whose weight has the features read in front of those written."""
     return class_of(layer).__name__ == "Conv1D" and "nf" in vars(layer)
 
 
 def matrix(layer: nn.Module, weight: Tensor) -> Tensor:
     """Return a weight of a layer as (written, read, ...), or one of these as the layer holds it."""
-    return weight.mT.contiguous() if _is_turned(layer) else weight
+    return weight.mT.contiguous() if is_turned(layer) else weight
 
 
 def widened(network: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, int]]:
@@ -363,11 +349,22 @@ def widened(network: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[str
     return found
 
 
-def _counts(layer: nn.Module) -> tuple[str, str]:
-    """Return the names of the attributes of a layer that count the features written and those read."""
-    if _is_turned(layer):
-        return "nf", "nx"
-    return ("out_features", "in_features") if isinstance(layer, nn.Linear) else ("out_channels", "in_channels")
+class Axes(NamedTuple):
+    """Says where the features of a layer are."""
+
+    writes: int  # the axis of its weight along which the features are that it returns
+    reads: int  # the axis of its weight along which those are that it is given
+    written: str  # its attribute with the number of features that it returns
+    read: str  # its attribute with the number of those that it is given
+
+
+def known_axes(layer: nn.Module) -> Axes:
+    """Return where the features of a Linear, a convolution or a `Conv1D` of transformers are."""
+    if is_turned(layer):
+        return Axes(1, 0, "nf", "nx")
+    if isinstance(layer, nn.Linear):
+        return Axes(0, 1, "out_features", "in_features")
+    return Axes(*((1, 0) if getattr(layer, "transposed", False) else (0, 1)), "out_channels", "in_channels")
 
 
 def _linear(delta: nn.Module, reads: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -376,9 +373,7 @@ def _linear(delta: nn.Module, reads: int, device: torch.device) -> tuple[Tensor,
     Raises _Beside if it is not linear.
     """
     if isinstance(delta, Convolutions) and len(delta) == 1:
-        layer = gather_module(delta[0]).double()
-        assert isinstance(layer, nn.Conv2d | nn.Conv3d), "what one_conv makes"
-        assert layer.bias is not None, "what one_conv makes"
+        layer: Any = gather_module(delta[0]).double()
         pointwise = all(size == 1 for size in layer.kernel_size)
         return layer.weight.flatten(1) if pointwise else layer.weight, layer.bias
     each = delta.seed if isinstance(delta, Channelwise) else delta

@@ -24,7 +24,7 @@ from torch.autograd.graph import Node
 
 from esper.kasmina.graft.find_sites import EMBEDDINGS, Hidden, check_module
 from esper.kasmina.graft.flow import CONVOLUTIONS, RECURRENT, Flow, Reach
-from esper.kasmina.graft.folding import successor
+from esper.kasmina.graft.folding import known_axes, successor
 from esper.kasmina.graft.recording import (
     PRODUCT,
     Recording,
@@ -148,8 +148,12 @@ class Multiplication:
         check_module(module)
         with on_aliases(module) as weights:
             self._find(record(module, example, lambda out: distance(results(out))), weights)
-        if variant == "buffers":
-            self._grow_buffers()
+        # buffers of a person's modules that may be added to a stream
+        streams = {width for path, width in self.widths.items() if (path, False) in self._streams}
+        for path, part in self._flow.parts.items() if variant == "buffers" else ():
+            for name, own in part._buffers.items() if not type(part).__module__.startswith("torch.") else ():
+                if own is not None and own.is_floating_point() and own.dim() > 1 and own.shape[-1] in streams:
+                    self._grow(_prefix(path) + name, Axis(own.dim() - 1, stream=True))
         if variant == "joined" and not self._flattens:
             raise InputError("no layer reads several times as many features as a convolution returns channels")
         if variant == "positions" and not self.positions:
@@ -281,15 +285,10 @@ class Multiplication:
     def _width(self, path: str) -> int:
         """Return how many features a layer writes."""
         part: Any = self._flow.parts[path]
-        for kind, name in (
-            (EMBEDDINGS, "embedding_dim"),
-            (RECURRENT, "hidden_size"),
-            (nn.MultiheadAttention, "embed_dim"),
-            (CONVOLUTIONS, "out_channels"),
-        ):
-            if isinstance(part, kind):
-                return int(getattr(part, name))
-        return int(getattr(part, axes_of(path, part).written))
+        named = ((EMBEDDINGS, "embedding_dim"), (RECURRENT, "hidden_size"), (nn.MultiheadAttention, "embed_dim"))
+        known = (*named, (CONVOLUTIONS, "out_channels"))
+        found = next((name for kind, name in known if isinstance(part, kind)), None)
+        return int(getattr(part, found or axes_of(path, part).written))
 
     def _grow_layer(self, path: str, reach: Reach, *, reading: bool, writing: bool) -> None:
         """Note the axes of a layer's parameters."""
@@ -347,11 +346,7 @@ class Multiplication:
 
     def _grow_matrix(self, part: Any, path: str, into: Axis | None, out: Axis | None) -> None:
         prefix, counts = _prefix(path), self.counts[path]
-        writes, reads, names = 0, 1, ["out_channels", "in_channels"]
-        if not isinstance(part, CONVOLUTIONS):
-            writes, reads, *names = axes_of(path, part)
-        elif part.transposed:
-            writes, reads = 1, 0
+        writes, reads, *names = known_axes(part) if isinstance(part, CONVOLUTIONS) else axes_of(path, part)
         if getattr(part, "groups", 1) > 1:
             if part.transposed:
                 raise InputError(f"{path!r} is a transposed convolution with {part.groups} groups")
@@ -504,14 +499,6 @@ class Multiplication:
     def _head_size(self, node: Node) -> int:
         """Return how many features of an attention head stay beside each other on the way through a node; 1 elsewhere."""
         return next((heads.size for heads in self._heads.values() if heads.size > 1), 1) if self._inner[node] else 1
-
-    def _grow_buffers(self) -> None:
-        """Note the buffers of a person's modules that may be added to a stream."""
-        streams = {width for path, width in self.widths.items() if (path, False) in self._streams}
-        for path, part in self._flow.parts.items():
-            for name, own in part._buffers.items() if not type(part).__module__.startswith("torch.") else ():
-                if own is not None and own.is_floating_point() and own.dim() > 1 and own.shape[-1] in streams:
-                    self._grow(_prefix(path) + name, Axis(own.dim() - 1, stream=True))
 
     def _join_tied(self) -> None:
         """Let layers with one weight agree on it: where one writes by it and one reads, the norm in front of that one divides."""

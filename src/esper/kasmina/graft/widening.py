@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.find_sites import Hidden
 from esper.kasmina.graft.flow import CONVOLUTIONS
-from esper.kasmina.graft.folding import successor
+from esper.kasmina.graft.folding import Axes, is_turned, known_axes, successor
 from esper.kasmina.graft.grown import class_of
 from esper.kasmina.graft.recording import call, floats, mapped, results, saved
 from esper.kasmina.stack.layers import Linear
@@ -33,32 +33,19 @@ _LARGE = 32.0
 """By how much new features are larger in a trial than they are drawn."""
 
 
-class Axes(NamedTuple):
-    """Says where the features of a layer are."""
-
-    writes: int  # the axis of its weight along which the features are that it returns
-    reads: int  # the axis of its weight along which those are that it is given
-    written: str  # its attribute with the number of features that it returns
-    read: str  # its attribute with the number of those that it is given
-
-
 def axes_of(path: str, layer: nn.Module) -> Axes:
     """Return where the features of a layer are. InputError if the layer is of a kind that is not known."""
     check_own_weight(path, layer)
     kind = class_of(layer)
-    if kind in (nn.Linear, Linear) or (isinstance(layer, nn.Linear) and _is_plain(layer)):
-        return Axes(0, 1, "out_features", "in_features")
-    if isinstance(layer, CONVOLUTIONS) and kind in CONVOLUTIONS:
-        if layer.groups != 1:
-            raise InputError(f"{path!r} is a convolution with {layer.groups} groups")
-        writes = int(layer.transposed)  # whose weight has its axes the other way around
-        return Axes(writes, 1 - writes, "out_channels", "in_channels")
-    # of transformers: a Linear with its weight the other way around
-    if kind.__name__ == "Conv1D" and hasattr(layer, "nf"):
-        return Axes(1, 0, "nf", "nx")
-    raise InputError(
-        f"{path!r} is {with_article(kind.__name__)}, and only widths of Linear and of convolutions can change"
-    )
+    convolves = isinstance(layer, CONVOLUTIONS) and kind in CONVOLUTIONS
+    plain = kind in (nn.Linear, Linear) or (isinstance(layer, nn.Linear) and _is_plain(layer))
+    if not (plain or convolves or is_turned(layer)):
+        raise InputError(
+            f"{path!r} is {with_article(kind.__name__)}, and only widths of Linear and of convolutions can change"
+        )
+    if convolves and layer.groups != 1:
+        raise InputError(f"{path!r} is a convolution with {layer.groups} groups")
+    return known_axes(layer)
 
 
 def _is_plain(layer: nn.Linear) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import count, drawn_with
+from esper.kasmina.graft.folding import known_axes
 from esper.kasmina.host import SegmentedHost, dtype_of
 from esper.kasmina.stack.layers import Linear
 from esper.leyline.data.batches import Batch, cast, run, stream_of
@@ -213,18 +214,13 @@ def _chain(host: SegmentedHost) -> list[_ChainLayer] | Absent:
     return chain
 
 
-def _features(module: nn.Module) -> tuple[int, int]:
+def _features(module: Any) -> tuple[int, int]:
     """Return the numbers of features that a layer reads and returns."""
-    match module:
-        case nn.Linear():
-            return module.in_features, module.out_features
-        case nn.Conv2d():
-            return module.in_channels, module.out_channels
-        case nn.LayerNorm():
-            return int(module.normalized_shape[0]), int(module.normalized_shape[0])
-        case nn.BatchNorm1d() | nn.BatchNorm2d():
-            return module.num_features, module.num_features
-    raise AssertionError(type(module).__name__)
+    if isinstance(module, _WEIGHTS):
+        axes = known_axes(module)
+        return getattr(module, axes.read), getattr(module, axes.written)
+    size = int(module.normalized_shape[0] if isinstance(module, nn.LayerNorm) else module.num_features)
+    return size, size
 
 
 def _layers(chain: Sequence[_ChainLayer], widths: Sequence[int]) -> list[nn.Module]:
