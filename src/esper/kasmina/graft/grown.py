@@ -181,9 +181,8 @@ def _grown(module: nn.Module, point: Point, given: Any, output: Any, original: C
     return replaced(output, h, planted(h, u))
 
 
-def _beside(planted: Planted | Bank, given: Any, own: Tensor, block: nn.Module, h: Tensor) -> Tensor:
+def _beside(planted: Planted, given: Any, own: Tensor, block: nn.Module, h: Tensor) -> Tensor:
     """Run the block of a seed on a stream as the block in front was called; in evaluation mode while the seed incubates."""
-    assert isinstance(planted, Planted), "no seat holds a block"
     run = functools.partial(called_on, given, own, block, h, attached=planted.acts and planted.attached)
     return run() if planted.acts else _aside(block, run)
 
@@ -281,6 +280,12 @@ def root_of(module: nn.Module) -> Point:
 def prefix_behind(path: str) -> str:
     """Return the first part of the names of the seed behind a submodule in a `state_dict`."""
     return f"{path}.{CHILD}." if path else f"{CHILD}."
+
+
+def shapes_of(module: nn.Module) -> dict[str, torch.Size]:
+    """Return the shapes of the tensors of a module, without those of seeds in it."""
+    state = module.state_dict()
+    return {name: own.shape for name, own in state.items() if f".{CHILD}." not in f".{name}"}
 
 
 def check_tensors(

@@ -21,7 +21,16 @@ from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.graft.flow import Flow
 from esper.kasmina.graft.folding import Pass, same_values
 from esper.kasmina.graft.grafted import copied, planted_at, undisturbed
-from esper.kasmina.graft.grown import CHILD, called_on, class_of, first_tensor, restore, sites_of, stream_of
+from esper.kasmina.graft.grown import (
+    CHILD,
+    called_on,
+    class_of,
+    first_tensor,
+    restore,
+    shapes_of,
+    sites_of,
+    stream_of,
+)
 from esper.kasmina.graft.multiplying import configs, saved_with_configs
 from esper.kasmina.graft.planted import Bank, Mode, Planted
 from esper.kasmina.graft.recording import call, distance, floats, mapped, on_aliases, record, results
@@ -264,11 +273,6 @@ def moved_site(site: Site, stack: str, place: int) -> Site:
     return replace(site, after=shifted(site.after, stack, place), around=shifted(site.around, stack, place))
 
 
-def _shapes(block: nn.Module) -> list[tuple[str, torch.Size]]:
-    """Return the shapes of a block's tensors, without those of seeds in it."""
-    return [(name, own.shape) for name, own in block.state_dict().items() if f".{CHILD}." not in f".{name}"]
-
-
 def stacks(model: nn.Module) -> dict[str, tuple[int, int]]:
     """Return the longest run of equal blocks in each container, or the last of several, from its first to past its last place.
 
@@ -280,7 +284,7 @@ def stacks(model: nn.Module) -> dict[str, tuple[int, int]]:
             continue
         if [name for name in part._modules if name != CHILD] != [str(place) for place in range(len(part))]:
             continue  # named blocks; those behind a new one would get other names
-        kinds = [(class_of(each), _shapes(each)) for each in part]
+        kinds = [(class_of(each), shapes_of(each)) for each in part]
         places = [list(group) for _, group in groupby(range(len(kinds)), kinds.__getitem__)]
         runs = [(at[0], at[-1] + 1) for at in places if kinds[at[0]][1]]
         own = isinstance(part, nn.ModuleList)

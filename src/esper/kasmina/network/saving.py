@@ -3,9 +3,11 @@
 An *adapter* holds seeds alone, with a digest of the weights of their host; a *grown network* holds every weight and buffer too.
 """
 
+import copy
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
@@ -19,13 +21,12 @@ from torch import Tensor, nn
 from esper.kasmina.blueprints import drawn_with, get_blueprint
 from esper.kasmina.blueprints.functions import FUNCTIONS, NUMBERED, RELU, Pointwise
 from esper.kasmina.graft.folding import widened
-from esper.kasmina.graft.grafted import acting, graft, holders, plant, trim, ungraft
-from esper.kasmina.graft.grown import CHILD, check_tensors, class_of, is_grafted, prefix_behind
+from esper.kasmina.graft.grafted import acting, graft, holders, plant, trim, ungraft, with_own_files
+from esper.kasmina.graft.grown import CHILD, check_tensors, class_of, is_grafted, prefix_behind, shapes_of
 from esper.kasmina.graft.planted import Mode, Planted, Recipe
 from esper.kasmina.graft.sharding import gather, in_parts
 from esper.kasmina.graft.stacks import deeper, new_block
 from esper.kasmina.graft.widening import resized
-from esper.kasmina.network.own_config import count_in_configs
 from esper.kasmina.slot import Seed
 from esper.leyline.config.parsing import parse_model
 from esper.leyline.errors import GrowthWarning, InputError, typed_line, warn
@@ -308,6 +309,60 @@ def _load_into(
         raise InputError(f"the model does not take the weights in {folder}: {typed_line(error)}; {_MODEL}") from None
     if made:
         trim(model)
+
+
+# What a config counts.
+
+
+_INNER = re.compile("inner|intermediate|ff|mlp|hidden|dim")
+"""Names of settings that count inner features, and may be None for a multiple of the width, as `n_inner`."""
+
+
+def count_in_configs(network: nn.Module, widened: Mapping[str, tuple[int, int]]) -> list[str]:
+    """Set what counts the features of layers that became wider in each `config` that is saved with a part of a network.
+
+    `from_pretrained` builds the class from the config, so a value is set only if the class then has the shapes of the network.
+    widened: the widths of layers before and after. Returns the names of the parts that no value builds, as where one block of
+    several became wider.
+    """
+    cannot = []
+    for path, part in with_own_files(network):
+        grown = {widths for name, widths in widened.items() if name.startswith(f"{path}." if path else "")}
+        if grown and not _counts(part, grown):
+            cannot.append(path)
+    return cannot
+
+
+def _counts(part: Any, grown: set[tuple[int, int]]) -> bool:
+    """Return whether the config of a part builds its shapes, after a setting got another value where that is needed."""
+    if "config" not in vars(part):
+        return False
+    if _builds(part, part.config):
+        return True
+    if len(grown) != 1:
+        return False
+    ((before, now),) = grown
+    settings = vars(part.config)
+    counting = [name for name, value in settings.items() if type(value) is int and value == before]
+    counting += [name for name, value in settings.items() if value is None and _INNER.search(name)]
+    for name in counting:
+        other = copy.deepcopy(part.config)
+        setattr(other, name, now)
+        if _builds(part, other):
+            setattr(part.config, name, now)
+            return True
+    return False
+
+
+def _builds(part: nn.Module, config: Any) -> bool:
+    """Return whether the class of a part, built from a config, has parameters and buffers of its shapes."""
+    kind: Any = class_of(part)
+    try:
+        with torch.device("meta"):
+            built = kind(config)
+    except Exception:  # a config may refuse a value, in any way
+        return False
+    return shapes_of(part) == shapes_of(built)
 
 
 # Files and descriptions of both.

@@ -21,8 +21,7 @@ from esper.kasmina.graft.grown import Freeze, Frozen, check_tensors, is_grafted,
 from esper.kasmina.graft.sharding import check_sharding, fill, gather_on_cpu, in_parts, is_sharded, reshard
 from esper.kasmina.graft.stacks import blocks_of_one_class, deeper, shifted, stack_of
 from esper.kasmina.graft.widening import resized
-from esper.kasmina.network.own_config import count_in_configs
-from esper.kasmina.network.saving import adapter_files, folder_of, replace_folder, save_grown
+from esper.kasmina.network.saving import adapter_files, count_in_configs, folder_of, replace_folder, save_grown
 from esper.leyline.config.arguments import check_integer, is_number, known_as
 from esper.leyline.config.tree import Config, GrowthConfig, build_growth_config, merge_settings
 from esper.leyline.data.duplicates import Overlap
