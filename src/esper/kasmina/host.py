@@ -113,7 +113,7 @@ def dtype_of(module: nn.Module) -> torch.dtype:
     return next(floating, torch.get_default_dtype())
 
 
-_BESIDE_LAYERS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.PReLU)
+BESIDE_LAYERS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.PReLU)
 """Modules with parameters that keep the number of features."""
 
 
@@ -128,7 +128,7 @@ def inner_of(segment: nn.Module) -> int | None:
     layers = [
         (place, module)
         for place, module in enumerate(segment)
-        if any(True for _ in module.parameters()) and not isinstance(module, _BESIDE_LAYERS)
+        if any(True for _ in module.parameters()) and not isinstance(module, BESIDE_LAYERS)
     ]
     if len(layers) != 2:
         return None

@@ -8,15 +8,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from esper.kasmina.blueprints import drawn_with
-from esper.kasmina.host import SegmentedHost, dtype_of, segment_outputs, width_read
+from esper.kasmina.host import BESIDE_LAYERS, SegmentedHost, dtype_of, segment_outputs, width_read
 from esper.leyline.data.batches import Batch, cast, first, map_leaves, run, shapes
 from esper.leyline.errors import InputError, typed_line
 from esper.leyline.lifecycle.slots import SlotSpec
 from esper.leyline.lifecycle.streams import STREAMS, Kind
 from esper.leyline.text import kind_of
-
-_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.PReLU)
-"""Modules with parameters that change no stream into another."""
 
 
 class CutHost:
@@ -191,7 +188,7 @@ def _flat(module: nn.Sequential, prefix: str) -> Iterator[_Layer]:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    return not isinstance(module, _NORMS) and next(module.parameters(), None) is not None
+    return not isinstance(module, BESIDE_LAYERS) and next(module.parameters(), None) is not None
 
 
 def _cut(steps: _Sequence | _Graph, outputs: Sequence[Any], examples: int) -> tuple[list[int], list[SlotSpec]]:

@@ -92,7 +92,17 @@ class Candidates:
         # the ids of the parameters with two axes or more that multiply a stream, and of those that convolve it
         self._factors = set[int]().union(*products.values())
         self._convolved = set[int]().union(*(ids for node, ids in products.items() if "Conv" in node.name()))
-        self._layers = self._find_layers()
+        # the submodules that multiply a stream by a weight themselves, in the order of their calls
+        known = [path for path in self._calls if isinstance(self._modules[path], _LAYERS)]
+        others = [
+            path
+            for path in self._calls
+            if not isinstance(self._modules[path], (*EMBEDDINGS, ParametrizationList))
+            and any(id(p) in self._factors for p in self._modules[path].parameters(recurse=False))
+            and not any(_within(path, layer) for layer in known)
+        ]
+        around = {each for each in (*known, *others) if any(each != path and _within(path, each) for path in others)}
+        self._layers = [path for path in self._calls if path in {*known, *others} - around]
         self._inner = {path: [layer for layer in self._layers if _within(layer, path)] for path in self._calls}
         ends = {call.edge.node for layer in self._layers for call in self._calls[layer] if call.edge is not None}
         self._behind = set[Node]()  # nodes that reach the loss through a product with a parameter, or through a layer
@@ -102,21 +112,6 @@ class Candidates:
         self._head_weights = {
             id(p): layer for layer in self._layers if self._is_head(layer) for p in self._modules[layer].parameters()
         }
-
-    def _find_layers(self) -> list[str]:
-        """Return the submodules that multiply a stream by a weight themselves, in the order of their calls."""
-        known = [path for path in self._calls if isinstance(self._modules[path], _LAYERS)]
-        others = [
-            path
-            for path in self._calls
-            if not isinstance(self._modules[path], (*EMBEDDINGS, ParametrizationList))
-            and any(id(p) in self._factors for p in self._modules[path].parameters(recurse=False))
-            and not any(_within(path, layer) for layer in known)
-        ]
-        owners = {
-            path for path in (*known, *others) if not any(path != other and _within(other, path) for other in others)
-        }
-        return [path for path in self._calls if path in owners]
 
     # Sites, best choice first.
 
@@ -344,7 +339,9 @@ class Candidates:
         """
         found: dict[tuple[str, str], tuple[int, str]] = {}
         for path in self._layers:
-            if (wide := self._wide(path)) is not None and self._can_change(path):
+            # a seed can be behind a head, too
+            change = isinstance(self.stream(path), Stream) if self._is_head(path) else self._refusal(path, ()) is None
+            if change and (wide := self._wide(path)) is not None:
                 first, *widths = wide
                 found[first, path] = widths[0], "the pair widens {} to {} and narrows to {}".format(*widths)
         units = [path for path in sites if path not in self._layers] or list(sites)
@@ -365,12 +362,6 @@ class Candidates:
             if not already and self._input_fits(path):
                 found["", path] = self._read("", path), "from the input of the network"
         return found
-
-    def _can_change(self, path: str) -> bool:
-        """Return whether a seed could be behind a layer: a head can, too."""
-        if self._is_head(path):
-            return isinstance(self.stream(path), Stream)
-        return self._refusal(path, ()) is None
 
     def _wide(self, path: str) -> tuple[str, int, int, int] | None:
         """Return the first layer of a pair that widens and narrows, of which `path` is the second, and the widths in front of,
@@ -512,7 +503,10 @@ class Candidates:
         if left is None or entered is None:
             return f"{'returns' if left is None else 'reads'} no floating-point tensor"
         axis, batch = self._features(path, len(left)), 0
-        if len(left) == 3 and self._positions_first(path):
+        around = path.rpartition(".")[0] if path in self._layers else path
+        beside = (other for other in self._calls if not around or _within(other, around))
+        # where the submodule, or a neighbour of a layer, reads (L, B, C)
+        if len(left) == 3 and any(getattr(self._modules[each], "batch_first", True) is False for each in beside):
             if left[1] != self._examples or entered[1:2] != left[1:2]:
                 return (
                     "its axes are (L, B, C), because batch_first is False, but its second axis is not the batch, which has "
@@ -563,15 +557,6 @@ class Candidates:
             if (isinstance(self._modules[layer], nn.Linear) if last else self._convolves(layer))
         )
         return list(dict.fromkeys(kinds))
-
-    def _positions_first(self, path: str) -> bool:
-        """Return whether a submodule, or a neighbour of a layer, reads (L, B, C)."""
-        around = path.rpartition(".")[0] if path in self._layers else path
-        return any(
-            getattr(each, "batch_first", True) is False
-            for other, each in self._modules.items()
-            if other in self._calls and (not around or _within(other, around))
-        )
 
     def _remarks(self, path: str) -> str:
         """Return what else the reason for a site says, as by what the axes of its stream were judged in another order."""
@@ -626,7 +611,7 @@ def causal_paths(module: nn.Module, example: Any, paths: Mapping[str, Stream]) -
     """
     if not paths:
         return set()
-    causal: set[str] = set()
+    causal, orders = set[str](), {stream.order: stream for stream in (Sequence(1), *paths.values())}
     with untouched(module):
         for each in module.modules():
             each.training = False
@@ -641,23 +626,18 @@ def causal_paths(module: nn.Module, example: Any, paths: Mapping[str, Stream]) -
                 for path, x in usual.items()
                 if path in paths and path in streams
             }
-            outputs = [(x, streams[path]) for path, x in usual.items() if path not in paths and path in streams]
-            if not any(early for early, _ in effects.values()) and not any(
-                _looks_ahead(*pair, length, paths.values()) for pair in outputs
-            ):
+            looks_ahead = any(early for early, _ in effects.values())
+            for path, x in usual.items():
+                if path in paths or path not in streams:
+                    continue
+                # An output of the network looks ahead if it does so whichever order of axes of the streams it has. Positions in
+                # front of the last are what is asked about, so that an order with a single position tells nothing.
+                pairs = [(order.arranged(x), order.arranged(streams[path])) for order in orders.values()]
+                pairs = [(one, two) for one, two in pairs if one.shape[1] > 1 or one.shape != two.shape]
+                looks_ahead |= bool(pairs) and all(_effect(*pair, length)[0] for pair in pairs)
+            if not looks_ahead:
                 causal.update(path for path, (_, late) in effects.items() if late)
     return causal
-
-
-def _looks_ahead(usual: Tensor, changed: Tensor, length: int, streams: Collection[Stream]) -> bool:
-    """Return whether early positions of an output of the network change, whichever order of axes of its streams the output has.
-
-    Positions in front of the last are what is asked about, so that an order with a single position tells nothing.
-    """
-    orders = {stream.order: stream for stream in (Sequence(1), *streams)}
-    pairs = [(stream.arranged(usual), stream.arranged(changed)) for stream in orders.values()]
-    early = [_effect(*pair, length)[0] for pair in pairs if pair[0].shape[1] > 1 or pair[0].shape != pair[1].shape]
-    return bool(early) and all(early)
 
 
 def _streams(module: nn.Module, example: Any, paths: Collection[str]) -> dict[str, Tensor]:
@@ -695,28 +675,25 @@ def _effect(usual: Tensor, changed: Tensor, length: int) -> tuple[bool, bool]:
 
 
 def _changed(example: Any) -> Iterator[tuple[int, Any]]:
-    """Yield, for each sequence and axis, the example with the last position of the sequence changed, and its length."""
+    """Yield, for each sequence and axis, the example with the last position of the sequence changed, and its length.
+
+    Whole numbers there are replaced by values that the sequence has elsewhere.
+    """
     for x in tensors(example):
         if x.dim() not in (2, 3) or x.dtype == torch.bool:
             continue
         for axis in range(1, x.dim() if x.is_floating_point() else 2):
-            if x.shape[axis] >= 2:
-                yield x.shape[axis], replaced(example, x, _with_other_end(x, axis))
-
-
-def _with_other_end(x: Tensor, axis: int) -> Tensor:
-    """Return x with other values at the last position of an axis; integers are replaced by values that x has elsewhere."""
-    changed = x.detach().clone()
-    last = changed.select(axis, x.shape[axis] - 1)
-    if x.is_floating_point():
-        last.mul_(-1).add_(1)
-        return changed
-    known = x.unique()
-    if len(known) == 1:
-        last.add_(1 if int(known[0]) == 0 else -1)
-    else:
-        last.copy_(known[(torch.searchsorted(known, last.contiguous()) + 1) % len(known)])
-    return changed
+            if x.shape[axis] < 2:
+                continue
+            changed = x.detach().clone()
+            last = changed.select(axis, x.shape[axis] - 1)
+            if x.is_floating_point():
+                last.mul_(-1).add_(1)
+            elif len(known := x.unique()) == 1:
+                last.add_(1 if int(known[0]) == 0 else -1)
+            else:
+                last.copy_(known[(torch.searchsorted(known, last.contiguous()) + 1) % len(known)])
+            yield x.shape[axis], replaced(example, x, changed)
 
 
 _SHOWN = 3

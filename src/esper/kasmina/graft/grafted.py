@@ -336,7 +336,6 @@ def _fused(root: nn.Module, path: str) -> str:
 class Reading(NamedTuple):
     """Holds the measurements of one site in a pass."""
 
-    calls: int  # number of calls of the submodule
     widths: Mapping[Tap, int]  # the width that a seed reads at each `Tap`, 0 if it cannot read it
     # whether the submodule reads a tensor like the one that it returns, so that it can run on its own output
     again: bool
@@ -373,7 +372,13 @@ def undisturbed(*networks: nn.Module) -> Iterator[None]:
     try:
         torch.backends.mha.set_fastpath_enabled(False)
         if any(training for _, training in modes):
-            _eval(networks, [part for part, _ in modes])
+            # part by part, unless a class has a `train` of its own, which must be called; a grown class only records the mode
+            if all(class_of(part).train is nn.Module.train for part, _ in modes):
+                for part, _ in modes:
+                    _set_training(part, False)
+            else:
+                for network in networks:
+                    network.eval()
         with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
             yield
     finally:
@@ -385,17 +390,6 @@ def undisturbed(*networks: nn.Module) -> Iterator[None]:
             for buffer, version, value in buffers:
                 if buffer._version != version:
                     buffer.copy_(value)
-
-
-def _eval(networks: Sequence[nn.Module], parts: Sequence[nn.Module]) -> None:
-    """Set networks to evaluation mode: part by part, unless a class has a `train` of its own, which must be called."""
-    # a grown class only records the mode
-    if all(class_of(part).train is nn.Module.train for part in parts):
-        for part in parts:
-            _set_training(part, False)
-        return
-    for network in networks:
-        network.eval()
 
 
 def _set_training(part: nn.Module, training: bool) -> None:
@@ -488,7 +482,7 @@ def _reading(module: nn.Module, site: Site, calls: Mapping[nn.Module, Sequence[_
         widths[Tap.INPUT] = 0
     read = _first_input(own)
     again = read is not None and (read.shape, read.dtype) == (here.shape, here.dtype)
-    return Reading(len(own), widths, again)
+    return Reading(widths, again)
 
 
 def _width(site: Site, here: Tensor, given: Any) -> int:

@@ -4,7 +4,6 @@ A seed of such a host is sharded by itself, over the same processes. `torch.dist
 here imports it: a tensor in parts exists only where the program has done so.
 """
 
-import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -99,11 +98,7 @@ def gather_on_cpu(tensor: Tensor, first: bool) -> Tensor | None:
 
 def gather_module(module: M) -> M:
     """Return a copy of a module with whole parameters; every process calls this."""
-    made = copy.deepcopy(module)
-    for part in made.modules():
-        for name, parameter in list(part.named_parameters(recurse=False)):
-            setattr(part, name, nn.Parameter(gather(parameter.detach()), requires_grad=parameter.requires_grad))
-    return made
+    return _with_tensors(module, lambda _, tensor: gather(tensor.detach()).clone(), module)
 
 
 def hollow(network: M) -> M:

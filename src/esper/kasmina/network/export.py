@@ -7,8 +7,8 @@ import json
 import logging
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -290,17 +290,25 @@ def save_network(
 
 def _program(network: nn.Module, example: Batch) -> tuple[bytes | None, str | None]:
     """Return the program of a network for any batch size and None, or None and the reason why torch.export cannot trace it."""
-    disabled = logging.root.manager.disable
+    disabled, (positional, named) = logging.root.manager.disable, arguments(example)
     logging.disable(logging.CRITICAL)
+
+    def forward(**named: Tensor) -> Any:
+        return type(network).forward(network, **named)
+
     try:
+        if named:  # as parameters by name, because torch.export cannot vary the batch size of arguments in `**named`
+            parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in named]
+            forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+            network.forward = forward
         with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            positional, named = arguments(example)
-            with _taking(network, named):
-                return program_of(network, positional, named, torch.export.Dim("batch", min=1)), None
+            return program_of(network, positional, named, torch.export.Dim("batch", min=1)), None
     except Exception as error:  # torch.export raises errors of many kinds; the trained weights are saved in any case
         return None, first_line(error)
     finally:
+        if named:
+            del network.forward
         logging.disable(disabled)
 
 
@@ -311,25 +319,6 @@ def program_of(network: nn.Module, positional: tuple[Any, ...], named: dict[str,
     file = io.BytesIO()
     torch.export.save(torch.export.export(network, positional, named, dynamic_shapes=shapes), file)
     return file.getvalue()
-
-
-@contextmanager
-def _taking(network: nn.Module, names: Collection[str]) -> Iterator[None]:
-    """Show torch.export a forward with named parameters, because it cannot vary the batch size of arguments in `**named`."""
-    if not names:
-        yield
-        return
-
-    def forward(**named: Tensor) -> Any:
-        return type(network).forward(network, **named)
-
-    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
-    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    network.forward = forward
-    try:
-        yield
-    finally:
-        del network.forward
 
 
 def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:

@@ -58,7 +58,20 @@ class Layout:
         self.widest = self.widths(host, example)  # of the largest host
         self.fits: Bools = self.widest.reads > 0  # (S, K) which blueprints of the menu fit a slot
         # the module of each (slot, form), and (S, K) the form of each blueprint, -1 where it does not fit
-        self.forms, self.form_of = self._forms()
+        self.forms: dict[tuple[int, int], Seed] = {}
+        self.form_of: Indices = np.full(self.fits.shape, -1, np.int64)
+        for s in range(len(self.slots)):
+            groups: dict[tuple[object, int], list[int]] = {}
+            largest: dict[int, Seed] = {}  # of each blueprint, at the widths of the largest host
+            for k, entry in enumerate(self.menu):
+                if reads := int(self.widest.reads[s, k]):
+                    largest[k] = self.build(s, k, 0, reads, int(self.widest.taps[s, HERE]))
+                    delta = largest[k].delta
+                    same = type(delta) if getattr(delta, "pads", False) else entry.name
+                    groups.setdefault((same, reads), []).append(k)
+            for index, members in enumerate(groups.values()):
+                self.forms[s, index] = max((largest[k] for k in members), key=count)
+                self.form_of[s, members] = index
 
     @torch.no_grad()
     def widths(self, host: SegmentedHost, example: Batch) -> Widths:
@@ -85,23 +98,6 @@ class Layout:
     def build(self, slot: int, blueprint: int, key: int, reads: int, writes: int) -> Seed:
         with drawn_with(key):
             return Seed(self.menu[blueprint].build(reads, writes), reads).to(self.dtype)
-
-    def _forms(self) -> tuple[dict[tuple[int, int], Seed], Indices]:
-        forms: dict[tuple[int, int], Seed] = {}
-        form_of = np.full(self.fits.shape, -1, np.int64)
-        for s in range(len(self.slots)):
-            groups: dict[tuple[object, int], list[int]] = {}
-            largest: dict[int, Seed] = {}  # of each blueprint, at the widths of the largest host
-            for k, entry in enumerate(self.menu):
-                if reads := int(self.widest.reads[s, k]):
-                    largest[k] = self.build(s, k, 0, reads, int(self.widest.taps[s, HERE]))
-                    delta = largest[k].delta
-                    same = type(delta) if getattr(delta, "pads", False) else entry.name
-                    groups.setdefault((same, reads), []).append(k)
-            for index, members in enumerate(groups.values()):
-                forms[s, index] = max((largest[k] for k in members), key=count)
-                form_of[s, members] = index
-        return forms, form_of
 
 
 class HostTable:
