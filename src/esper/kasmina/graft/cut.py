@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.host import BESIDE_LAYERS, SegmentedHost, dtype_of, segment_outputs, width_read
 from esper.leyline.data.batches import Batch, cast, first, map_leaves, run, shapes
-from esper.leyline.errors import InputError, typed_line
+from esper.leyline.errors import InputError, in_words, typed_line
 from esper.leyline.lifecycle.slots import SlotSpec
 from esper.leyline.lifecycle.streams import STREAMS, Kind
 from esper.leyline.text import kind_of
@@ -37,13 +37,9 @@ class CutHost:
         )
         x = cast(_drawn(example), dtype_of(module))
         module.eval()
-        try:
-            with torch.no_grad():
-                whole = run(module, x)
-        except Exception as error:  # of the user's module
-            raise InputError(
-                f"the host, {kind}, cannot run on examples of shape {shapes(x)}: {typed_line(error)}; make the two fit"
-            ) from error
+        failure = f"the host, {kind}, cannot run on examples of shape {shapes(x)}"
+        with in_words(failure, "make the two fit"), torch.no_grad():
+            whole = run(module, x)
         try:
             steps = _steps(module)
         except Exception as error:  # torch.fx raises errors of many kinds

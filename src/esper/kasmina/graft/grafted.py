@@ -336,6 +336,7 @@ def _fused(root: nn.Module, path: str) -> str:
 class Reading(NamedTuple):
     """Holds the measurements of one site in a pass."""
 
+    calls: int  # number of calls of the submodule
     widths: Mapping[Tap, int]  # the width that a seed reads at each `Tap`, 0 if it cannot read it
     # whether the submodule reads a tensor like the one that it returns, so that it can run on its own output
     again: bool
@@ -482,7 +483,7 @@ def _reading(module: nn.Module, site: Site, calls: Mapping[nn.Module, Sequence[_
         widths[Tap.INPUT] = 0
     read = _first_input(own)
     again = read is not None and (read.shape, read.dtype) == (here.shape, here.dtype)
-    return Reading(widths, again)
+    return Reading(len(own), widths, again)
 
 
 def _width(site: Site, here: Tensor, given: Any) -> int:

@@ -14,7 +14,7 @@ from esper.kasmina.graft.planted import Planted
 from esper.kasmina.network.grown_network import Graft, GraftedSegments, GrownNetwork
 from esper.kasmina.slot import Seed
 from esper.leyline.config.arguments import to_path
-from esper.leyline.errors import InputError
+from esper.leyline.errors import InputError, system_in_words
 from esper.leyline.lifecycle.slots import Tap
 from esper.leyline.text import kind_of, printable
 from esper.store.disk import write_atomic
@@ -70,10 +70,8 @@ def draw(network: nn.Module, out: str | Path | None = None) -> str:
     image = _svg(parts_of(network), printable(class_of(network).__name__))
     if out is not None:
         path = to_path(out, "out")
-        try:
+        with system_in_words(f"the drawing {path} cannot be written", "name another file"):
             write_atomic(path, image.encode())
-        except OSError as error:
-            raise InputError(f"the drawing {path} cannot be written: {error.strerror}; name another file") from None
     return image
 
 

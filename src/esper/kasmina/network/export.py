@@ -40,7 +40,7 @@ from esper.leyline.data.batches import (
 )
 from esper.leyline.data.preprocess import preprocess_from_json
 from esper.leyline.data.task import Interface, Label, Scaling
-from esper.leyline.errors import InputError, first_line
+from esper.leyline.errors import InputError, first_line, system_in_words
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Tap
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage
@@ -458,10 +458,8 @@ def check_size(folder: Path, parameters: int) -> None:
     path = find_folder(folder) / MODEL
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise InputError(f"{path} is a link or not a regular file, and is not read; put the file itself in its place")
-    try:
+    with system_in_words(str(folder / MODEL), "export the network again"):
         size = path.stat().st_size
-    except OSError as error:
-        raise InputError(f"{folder / MODEL}: {error.strerror}; export the network again") from None
     if parameters > size:
         raise InputError(
             f"{folder / MODEL} does not fit the network of {TOPOLOGY}: it holds {size:,} bytes, and {TOPOLOGY} asks for "
