@@ -66,7 +66,7 @@ def poisoned(engine: VectorizedEngine, row: int, kind: Fault, batch: int = 0) ->
         return found * factor
 
     def begin(stack: Stack, rows: slice) -> Any:
-        updates = optimizer.begin(stack, rows)
+        updates = optimizer(stack, rows)
         own = _training_seed(engine, row, stack) if kind == "seed gradient" else row if stack is host else None
 
         def spoiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -83,7 +83,7 @@ def poisoned(engine: VectorizedEngine, row: int, kind: Fault, batch: int = 0) ->
     if kind == "loss":
         replaced["objective"] = _Around(objective, loss=loss, differentiated=None)
     elif kind in ("gradient", "seed gradient"):
-        replaced["optimizer"] = _Around(optimizer, begin=begin)
+        replaced["optimizer"] = begin
     elif kind == "parameter":
         host.columns["value"][row, 0] = torch.nan
     vars(population).update(replaced)

@@ -1,6 +1,7 @@
 """A stack runs many copies of a module as if each were alone, in whichever way it is run."""
 
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from esper.kasmina.stack.layers import Linear
 from esper.kasmina.stack.rows import Stack
 from esper.leyline.config.tree import OptimizerConfig
 from esper.leyline.errors import InputError
-from esper.tolaria.stacked.optimizer import StackedOptimizer
+from esper.tolaria.stacked.optimizer import Updates
 
 
 class Tanh(nn.Module):
@@ -51,7 +52,7 @@ def filled(module, rows, **options):
 def trained(module, mapping, dtype, steps=20):
     """Losses, last gradients and parameters of 20 AdamW steps."""
     stack, rows = filled(module, 4, mapping=mapping, dtype=dtype), slice(0, 4)
-    optimizer = StackedOptimizer(OptimizerConfig(lr=1e-2))
+    optimizer = partial(Updates, config=OptimizerConfig(lr=1e-2))
     generator = torch.Generator().manual_seed(1)
     losses = []
     for _ in range(steps):
@@ -59,7 +60,7 @@ def trained(module, mapping, dtype, steps=20):
         loss = stack(x, rows).square().mean((1, 2))
         loss.sum().backward()
         gradient = stack.columns["gradient"].clone()
-        optimizer.begin(stack, rows).step()
+        optimizer(stack, rows).step()
         losses.append(loss.detach())
     return torch.stack(losses), gradient, stack.columns["value"]
 
@@ -218,9 +219,9 @@ def test_a_parameter_that_needs_no_gradient_never_moves():
 
     stack, rows = filled(module, 3), slice(0, 3)
     before = stack.parameter("inner.weight").clone()
-    optimizer = StackedOptimizer(OptimizerConfig(lr=1e-2, weight_decay=0.5))
+    optimizer = partial(Updates, config=OptimizerConfig(lr=1e-2, weight_decay=0.5))
     stack(torch.randn(3, 6, 5), rows).square().sum().backward()
-    optimizer.begin(stack, rows).step()
+    optimizer(stack, rows).step()
     assert torch.equal(stack.parameter("inner.weight"), before)
     assert stack.parameter("inner.bias").count_nonzero()
 

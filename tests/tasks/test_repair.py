@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ from esper.tasks.repair import (
     repair,
     sample,
 )
-from esper.tolaria.stacked.optimizer import StackedOptimizer
+from esper.tolaria.stacked.optimizer import Updates
 
 FACTS = [describe(key) for key in range(2000)]
 BORDERS = [key for part in RANGES.values() for key in (part[0], part[-1])]
@@ -408,7 +409,7 @@ def test_a_padded_row_computes_what_the_host_computes_alone(
 
 def test_what_is_padded_stays_zero_in_training(population: tuple[Stack, list[Instance], list[nn.Module]]) -> None:
     stack, instances, hosts = population
-    rows, optimizer = slice(0, len(hosts)), StackedOptimizer(OptimizerConfig(lr=1e-2, weight_decay=0.1))
+    rows, optimizer = slice(0, len(hosts)), partial(Updates, config=OptimizerConfig(lr=1e-2, weight_decay=0.1))
     x = torch.stack([padded(instance.train.x[:30]) for instance in instances])
     real = Stack(repair().largest(), len(hosts), dtype=torch.float64)
     for row, host in enumerate(hosts):
@@ -426,7 +427,7 @@ def test_what_is_padded_stays_zero_in_training(population: tuple[Stack, list[Ins
         ]
         torch.stack(losses).sum().backward()
         assert not stack.columns["gradient"][padding].any()
-        optimizer.begin(stack, rows).step()
+        optimizer(stack, rows).step()
     assert not stack.columns["value"][padding].any()
     assert (stack.columns["value"] != start).any(1).all()
 

@@ -19,7 +19,7 @@ from esper.tasks.catalog import get_task
 from esper.tasks.hosts.factories import MLP
 from esper.tasks.own.custom import task_from
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.stacked.optimizer import StackedOptimizer
+from esper.tolaria.stacked.optimizer import Updates
 from populations import GROW, MENU, Journalled, Script, blobs, small_config
 
 BAD = 1  # the row that is broken: it grows, as `GROW` says
@@ -50,25 +50,23 @@ def broken_at(step, kind="loss", row=BAD, batch=1, client=None, **config):
     return engine, client, rows, trace
 
 
-class Uneven(StackedOptimizer):
-    """An optimizer under which the host of one row has another learning rate than all else."""
+def uneven(config, host, row, times):
+    """Updates under which the host of one row has another learning rate than all else."""
+    other = config.model_copy(update={"lr": config.lr * times})
 
-    def __init__(self, config, host, row, times):
-        super().__init__(config)
-        self.host, self.row = host, row
-        self.other = StackedOptimizer(config.model_copy(update={"lr": config.lr * times}))
-
-    def begin(self, stack, rows):
-        if stack is not self.host:
-            return super().begin(stack, rows)
-        parts = slice(rows.start, self.row), slice(self.row, self.row + 1), slice(self.row + 1, rows.stop)
+    def begin(stack, rows):
+        if stack is not host:
+            return Updates(stack, rows, config)
+        parts = slice(rows.start, row), slice(row, row + 1), slice(row + 1, rows.stop)
         return Parts(
             [
-                (self.other if index == 1 else super(Uneven, self)).begin(stack, part)
+                Updates(stack, part, other if index == 1 else config)
                 for index, part in enumerate(parts)
                 if part.stop > part.start
             ]
         )
+
+    return begin
 
 
 class Parts:
@@ -85,7 +83,7 @@ class Parts:
 def learn_at(engine, times, row=BAD):
     """Multiply the learning rate of a row's host from here on."""
     population = engine.population
-    population.optimizer = Uneven(engine.config.optimizer, population.body.host, row, times)
+    population.optimizer = uneven(engine.config.optimizer, population.body.host, row, times)
 
 
 @pytest.mark.parametrize(

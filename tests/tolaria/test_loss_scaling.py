@@ -1,6 +1,7 @@
 """float16: the scale of each row beside torch's own scaler, rows that overflow, and what the others keep."""
 
 import copy
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from esper.leyline.lifecycle.verdicts import Vital
 from esper.store.tensors import flatten, unflatten
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.runtime import check_modules
-from esper.tolaria.stacked.optimizer import MOMENTS, GradScaler, StackedOptimizer
+from esper.tolaria.stacked.optimizer import MOMENTS, GradScaler, Updates
 from populations import GROW, GROW_ZERO, Script, assert_same, blobs, small_config, trajectory
 
 
@@ -55,12 +56,12 @@ def test_each_row_has_the_scale_of_a_scaler_of_torch(monkeypatch):
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_rows_that_skip_an_update_keep_their_bits_and_the_others_move_as_without_them(name):
-    optimizer = StackedOptimizer(OptimizerConfig(name=name, weight_decay=0.1, max_grad_norm=0.5))
+    optimizer = partial(Updates, config=OptimizerConfig(name=name, weight_decay=0.1, max_grad_norm=0.5))
     stacks = [Stack(nn.Linear(3, 2), 3, moments=MOMENTS[name]) for _ in range(2)]
     generator = torch.Generator().manual_seed(1)
     stacks[0].columns["value"].copy_(torch.randn(3, 8, generator=generator))
     stacks[1].columns["value"].copy_(stacks[0].columns["value"])
-    updates = optimizer.begin(stacks[0], slice(0, 3))
+    updates = optimizer(stacks[0], slice(0, 3))
     skipping = [{1}, {0, 1}, set()]  # row 1 makes its first update in the third round
     for skipped in skipping:
         gradient = torch.randn(3, 8, generator=generator)
@@ -77,7 +78,7 @@ def test_rows_that_skip_an_update_keep_their_bits_and_the_others_move_as_without
                 )
             else:
                 stacks[1].columns["gradient"][row] = gradient[row]
-                optimizer.begin(stacks[1], slice(row, row + 1)).step()
+                optimizer(stacks[1], slice(row, row + 1)).step()
     for at, column in stacks[0].columns.items():
         assert torch.equal(column, stacks[1].columns[at]), at
 

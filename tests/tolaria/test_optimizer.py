@@ -1,5 +1,7 @@
 """Stacked optimizers beside torch's own, a row a network."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from torch import nn
 
 from esper.kasmina.stack.rows import Stack
 from esper.leyline.config.tree import OptimizerConfig
-from esper.tolaria.stacked.optimizer import MOMENTS, StackedOptimizer
+from esper.tolaria.stacked.optimizer import MOMENTS, Updates
 
 ROWS, STEPS = 4, 20
 BORN = [0, 3, 3, 11]  # the step from which each row takes part
@@ -20,7 +22,7 @@ def module():
 
 def make(config, rows=ROWS):
     """A stack whose rows are modules drawn one after the other, its optimizer, and those modules."""
-    optimizer = StackedOptimizer(config)
+    optimizer = partial(Updates, config=config)
     modules = [module() for _ in range(rows)]
     stack = Stack(modules[0], rows, moments=MOMENTS[config.name], dtype=torch.float64)
     for row, one in enumerate(modules):
@@ -63,7 +65,7 @@ def test_every_row_is_moved_as_torch_moves_it(name, settings):
         rows = slice(0, sum(step >= born for born in BORN))
         x = torch.randn(rows.stop, 5, 3, dtype=torch.float64)
         scaled_loss(stack(x, rows)).backward()
-        norms = optimizer.begin(stack, rows).step()
+        norms = optimizer(stack, rows).step()
         losses = [one(batch) for one, batch in zip(modules, x, strict=False)]
         scaled_loss(torch.stack(losses)).backward()
         for row, norm in enumerate(norms):
@@ -86,7 +88,7 @@ def test_the_first_step_of_a_newborn_row_is_that_of_a_first_step_anywhere(name):
     for rows in (slice(0, 1), slice(0, 2)):  # row 1 is born a step after row 0
         stack.columns["gradient"][rows] = gradient
         before = stack.columns["value"].clone()
-        optimizer.begin(stack, rows).step()
+        optimizer(stack, rows).step()
         moved.append(stack.columns["value"] - before)
     assert torch.equal(moved[0][0], moved[1][1])
 
@@ -98,10 +100,10 @@ def test_updates_prepared_at_once_are_updates_prepared_one_by_one(name):
         stack, optimizer, _ = make(OptimizerConfig(name=name, weight_decay=0.1, max_grad_norm=0.5))
         stack.steps[:] = [0, 7, 1, 100]
         rows = slice(1, 4)
-        updates = optimizer.begin(stack, rows)
+        updates = optimizer(stack, rows)
         for _ in range(5):
             stack.columns["gradient"][:] = torch.randn_like(stack.columns["gradient"])
-            (updates if at_once else optimizer.begin(stack, rows)).step()
+            (updates if at_once else optimizer(stack, rows)).step()
         return everything(stack, slice(0, ROWS))
 
     one, other = run(at_once=True), run(at_once=False)
@@ -122,7 +124,7 @@ def test_rows_that_are_not_named_do_not_move_moments_included(name):
     others = [0, 3]
     before = everything(stack, others)
     rows = slice(1, 3)
-    updates = optimizer.begin(stack, rows)
+    updates = optimizer(stack, rows)
     for _ in range(3):
         updates.step()
     after = everything(stack, others)
@@ -135,7 +137,7 @@ def test_gradients_become_0_for_the_rows_that_stepped_alone(name):
     stack, optimizer, _ = make(OptimizerConfig(name=name, weight_decay=0.1, max_grad_norm=0.5))
     stack.columns["gradient"][:] = 1
     rows = slice(1, 3)
-    optimizer.begin(stack, rows).step()
+    optimizer(stack, rows).step()
     assert stack.columns["gradient"].sum(1).tolist() == [stack.size, 0, 0, stack.size]
 
 
@@ -146,12 +148,12 @@ def test_a_row_moves_alike_bit_for_bit_whatever_rows_stand_beside_it(name, dtype
     config = OptimizerConfig(name=name, weight_decay=0.1, max_grad_norm=0.5)
 
     def run(chosen):
-        optimizer = StackedOptimizer(config)
+        optimizer = partial(Updates, config=config)
         stack = Stack(nn.Linear(36, 1), len(chosen), moments=MOMENTS[name], dtype=dtype)
         draws = torch.Generator().manual_seed(1)
         stack.steps[:] = np.array([0, 5, 2, 9])[chosen]
         stack.columns["value"][:] = torch.randn(ROWS, 37, dtype=dtype, generator=draws)[chosen]
-        updates = optimizer.begin(stack, slice(0, len(chosen)))
+        updates = optimizer(stack, slice(0, len(chosen)))
         for _ in range(7):
             stack.columns["gradient"][:] = torch.randn(ROWS, 37, dtype=dtype, generator=draws)[chosen]
             updates.step()
@@ -169,7 +171,7 @@ def test_norms_are_those_before_clipping(name):
     gradient = torch.randn(ROWS, stack.size, dtype=torch.float64) * torch.tensor([[1e-3], [1.0], [10.0], [0.0]])
     stack.columns["gradient"][:] = gradient
     rows = slice(0, ROWS)
-    norms = optimizer.begin(stack, rows).step()
+    norms = optimizer(stack, rows).step()
     torch.testing.assert_close(norms, gradient.norm(dim=1))
 
 
@@ -184,7 +186,7 @@ def test_a_gradient_that_is_not_finite_shows_in_its_row_and_moves_no_other(name,
         if poison:
             stack.columns["gradient"][2, 5] = bad
         rows = slice(0, ROWS)
-        norms = optimizer.begin(stack, rows).step()
+        norms = optimizer(stack, rows).step()
         return stack.columns["value"], norms
 
     (clean, _), (poisoned, norms) = run(False), run(True)
@@ -197,13 +199,13 @@ def test_a_gradient_that_is_not_finite_shows_in_its_row_and_moves_no_other(name,
 def test_a_parameter_that_does_not_require_a_gradient_is_not_decayed(name):
     one = module()
     one[0].weight.requires_grad_(False)
-    optimizer = StackedOptimizer(OptimizerConfig(name=name, weight_decay=0.1))
+    optimizer = partial(Updates, config=OptimizerConfig(name=name, weight_decay=0.1))
     stack = Stack(one, 2, moments=MOMENTS[name], dtype=torch.float64)
     for row in range(2):
         stack.write(row, one)
     rows = slice(0, 2)
     stack(torch.randn(2, 5, 3, dtype=torch.float64), rows).sum().backward()
-    optimizer.begin(stack, rows).step()
+    optimizer(stack, rows).step()
     for row in range(2):
         moved = stack.read(row, module())
         assert torch.equal(moved[0].weight, one[0].weight)
@@ -215,7 +217,7 @@ def test_a_parameter_that_is_fixed_in_one_row_moves_in_the_others(name):
     fixed, free = module(), module()
     fixed[0].weight.requires_grad_(False)
     config = OptimizerConfig(name=name, weight_decay=0.1, max_grad_norm=0.5)
-    optimizer = StackedOptimizer(config)
+    optimizer = partial(Updates, config=config)
     stack = Stack(free, 2, moments=MOMENTS[name], dtype=torch.float64)
     theirs = [torch_optimizer(config, [p for p in m.parameters() if p.requires_grad]) for m in (fixed, free)]
     stack.write(0, fixed)
@@ -224,7 +226,7 @@ def test_a_parameter_that_is_fixed_in_one_row_moves_in_the_others(name):
     for _ in range(STEPS):
         x = torch.randn(2, 5, 3, dtype=torch.float64)
         stack(x, rows).square().sum().backward()
-        norms = optimizer.begin(stack, rows).step()
+        norms = optimizer(stack, rows).step()
         for one, batch, norm, their in zip((fixed, free), x, norms, theirs, strict=True):
             one(batch).square().sum().backward()
             torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(one.parameters(), 0.5), rtol=1e-10, atol=1e-12)
@@ -241,10 +243,10 @@ def test_in_float32_the_corrections_of_late_updates_are_exact(name):
     for steps in (0, 100_000):
         moved = []
         for dtype in (torch.float32, torch.float64):
-            optimizer = StackedOptimizer(config)
+            optimizer = partial(Updates, config=config)
             stack = Stack(nn.Linear(36, 1), 1, moments=MOMENTS[name], dtype=dtype)
             stack.steps[:] = steps
             stack.columns["gradient"][:] = torch.linspace(0.1, 1, 37, dtype=torch.float64).to(dtype)
-            optimizer.begin(stack, slice(0, 1)).step()
+            optimizer(stack, slice(0, 1)).step()
             moved.append(stack.columns["value"].double())
         torch.testing.assert_close(*moved, rtol=1e-5, atol=0)

@@ -63,23 +63,13 @@ def sgd(config: OptimizerConfig, columns: Mapping[str, Tensor]) -> Update:
     return lambda taken: kernel(value, gradient, buffers)
 
 
-class StackedOptimizer:
-    """Updates rows of stacks. Rows that are not passed to `begin` do not change, nor do their moments.
+class Updates:
+    """Makes the next updates of some rows of a stack, until rows are made, moved or freed. Other rows and their moments stay.
 
     Each row is a network, or a seed, of its own, with its own gradient norm, clipping and step count. The kernel gets
-    each row as a separate tensor, so that the numbers of a row do not depend on the other rows.
+    each row as a separate tensor, so that the numbers of a row do not depend on the other rows. What is the same for all updates
+    is looked up once.
     """
-
-    def __init__(self, config: OptimizerConfig) -> None:
-        self.config = config
-
-    def begin(self, stack: Stack, rows: slice) -> "Updates":
-        """Return the next updates of some rows; valid until rows are made, moved or freed."""
-        return Updates(stack, rows, self.config)
-
-
-class Updates:
-    """Makes the next updates of some rows of a stack; what is the same for all updates is looked up once."""
 
     def __init__(self, stack: Stack, rows: slice, config: OptimizerConfig) -> None:
         trained, moments = slice(0, stack.trained), MOMENTS[config.name]
@@ -260,7 +250,7 @@ class StepUpdates:
 
 
 def trained_groups(
-    body: Body, seeds: Seeds, optimizer: StackedOptimizer, parameter_norms: bool
+    body: Body, seeds: Seeds, optimizer: Callable[[Stack, slice], Updates], parameter_norms: bool
 ) -> tuple[list[RowGroup], list[tuple[int, Indices]]]:
     """Return the group of the hosts, then those of the seeds that train; and the slot and the rows (n,) of each of the latter."""
     rows, owners = len(seeds.stage), list[tuple[int, Indices]]()
@@ -274,7 +264,7 @@ def trained_groups(
         norm = torch.zeros(run.stop - run.start, dtype=stack.dtype, device=stack.device)
         names = tuple(place.name for place in stack.trained_places)
         parts = norm.new_zeros(len(norm), len(names)) if parameter_norms else None
-        groups.append(RowGroup(optimizer.begin(stack, run), envs, norm, names, parts))
+        groups.append(RowGroup(optimizer(stack, run), envs, norm, names, parts))
     optimised = np.zeros(seeds.stage.shape, bool)
     for slot, envs in owners:
         optimised[envs, slot] = True

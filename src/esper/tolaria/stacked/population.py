@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,8 +68,8 @@ from esper.tolaria.stacked.optimizer import (
     MOMENTS,
     GradScaler,
     SkippedUpdates,
-    StackedOptimizer,
     StepUpdates,
+    Updates,
     forget_skipped,
     trained_groups,
 )
@@ -231,7 +231,7 @@ class StackedPopulation:
         rows = len(instance)
         self.label = label_of(config)
         self.first_env = 0  # number of the first environment in the run, where others are in other processes
-        self.optimizer = StackedOptimizer(config.optimizer)
+        self.optimizer = partial(Updates, config=config.optimizer)
         self.objective = task.objective
         self._episode = -1
         self._trained: StepStatistics | None = None  # of the last step
