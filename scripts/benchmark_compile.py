@@ -92,7 +92,7 @@ def probes(engine: VectorizedEngine) -> tuple[Way, Way, float]:
     asked = coalitions(seeds, None, terminal=False).branches
 
     def run(*of: Any) -> list[torch.Tensor]:
-        return list(probe(body, seeds, RowExamples(*of), population.objective, asked, signs=True))
+        return list(probe(body, seeds, RowExamples(*of), population.objective, asked, signs=True).values())
 
     inputs = CompiledInputs.of(body, [body.host], *examples)
     begin = processor_seconds()

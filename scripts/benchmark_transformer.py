@@ -147,7 +147,7 @@ def compare(shape: Transformer, envs: int, mapping: str, precision: str, sizes: 
     def trained() -> Tensor:
         population.train(seeds)
         assert population._trained is not None
-        return population._trained.loss[:envs]
+        return population._trained[0][:envs]
 
     steps: dict[str, Callable[[], Tensor]] = {"bare": loop.step, "engine": trained}
     seconds: dict[str, list[float]] = {name: [] for name in steps}

@@ -158,7 +158,9 @@ def play(
             if kept.any() and not random_labels:
                 asked = coalitions(engine.state.seeds, None, terminal=False)
                 body, seeds = engine.population.body, engine.state.seeds
-                fall = probe(body, seeds, held, task.objective, asked.branches, signs=False).metric_fall[:, 0].numpy()
+                fall = probe(body, seeds, held, task.objective, asked.branches, signs=False)["metric_fall"][
+                    :, 0
+                ].numpy()
                 branch, env, slot = asked.without()
                 own = slot == actions.slot[np.minimum(env, envs - 1)]
                 helps[env[own]] = fall[branch[own]] > 0

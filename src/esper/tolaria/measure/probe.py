@@ -5,7 +5,7 @@ The pass goes over rows one by one if the population runs them so, and over piec
 """
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,24 +26,14 @@ from esper.tolaria.measure.sensors import IntactStreams, Sample, TrueWidths, gro
 from esper.tolaria.stacked.data import RowExamples
 
 
-class ProbeTensors(NamedTuple):
-    """Holds the results of the probe, on the device."""
-
-    loss: Tensor  # (E,)
-    metric: Tensor  # (E,)
-    branch_loss: Tensor  # (X,)
-    branch_metric: Tensor  # (X,)
-    loss_rise: Tensor  # (X, 2) mean and standard error over examples of branch loss minus the row's loss
-    metric_fall: Tensor  # (X, 2) the same of the row's metric minus the branch's metric
-    participation: Tensor  # (E, S) of the stream at each slot / its width; (E, 0) if not asked for
-    signs: Tensor  # (E, 3) standard error of the metric, `output_spread`, `Body.finite`; (E, 0) if not asked for
-
-
 @torch.no_grad()
 def probe(
     body: Body, seeds: Seeds, examples: RowExamples, objective: Objective, branches: Branches, *, signs: bool
-) -> ProbeTensors:
-    """Evaluate every row on its examples of a split; with `signs`, also measure participation and the vital signs."""
+) -> dict[str, Tensor]:
+    """Evaluate every row on its examples of a split. Returns fields of `population.Figures` by name, on the device.
+
+    Without `signs`, participation and the vital signs are not measured, and are of shape (E, 0).
+    """
     body.train(False)
     output, others, streams = passed(body, seeds, examples, branches, signs=signs)
     loss, score = objective.loss(output, examples.y), objective.score(output, examples.y)
@@ -57,16 +47,25 @@ def probe(
     vital = loss.new_zeros(len(loss), 0)
     if signs:
         vital = torch.stack([metric_se, output_spread(output, examples), body.finite()], 1)
-    none = loss.new_zeros(0)
-    beside = none, none, none.view(0, 2), none.view(0, 2)
+    branch_loss = branch_metric = loss.new_zeros(0)
+    rise = fall = loss.new_zeros(0, 2)
     if others is not None:
         origin = torch.from_numpy(branches.env).to(body.device, non_blocking=True)
         there = examples.targets(origin)
-        branch_loss, branch_score = objective.loss(others, there.y), objective.score(others, there.y)
-        rise = paired(branch_loss - loss.index_select(0, origin), there)
-        fall = paired(score.index_select(0, origin) - branch_score, there)
-        beside = mean(branch_loss, there), mean(branch_score, there), rise, fall
-    return ProbeTensors(mean(loss, examples), metric, *beside, participation, vital)
+        losses, scores = objective.loss(others, there.y), objective.score(others, there.y)
+        branch_loss, branch_metric = mean(losses, there), mean(scores, there)
+        rise = paired(losses - loss.index_select(0, origin), there)
+        fall = paired(score.index_select(0, origin) - scores, there)
+    return {
+        "loss": mean(loss, examples),
+        "metric": metric,
+        "branch_loss": branch_loss,
+        "branch_metric": branch_metric,
+        "loss_rise": rise,
+        "metric_fall": fall,
+        "participation": participation,
+        "signs": vital,
+    }
 
 
 IMAGES = 256

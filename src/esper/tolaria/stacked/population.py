@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ from esper.leyline.lifecycle.view import Floats, Seeds, Space
 from esper.leyline.text import counted
 from esper.tolaria.measure.bounds import bounds
 from esper.tolaria.measure.certifying import compared, set_aside
-from esper.tolaria.measure.probe import ProbeTensors, passed, probe, samples, sense
+from esper.tolaria.measure.probe import passed, probe, samples, sense
 from esper.tolaria.measure.sensors import SENSORS, IntactStreams
 from esper.tolaria.population import Figures, Indices, ParameterNorms, ProbeRequest, TrainedFigures, row_environments
 from esper.tolaria.runtime import (
@@ -67,7 +67,6 @@ from esper.tolaria.stacked.data import RowExamples, SharedBatchIterator, distinc
 from esper.tolaria.stacked.optimizer import (
     MOMENTS,
     GradScaler,
-    SkippedUpdates,
     StepUpdates,
     Updates,
     forget_skipped,
@@ -180,20 +179,6 @@ def sound_splits(splits: Sequence[Split], task: AnyTask, config: Config) -> list
     return [found[place] for place in places.tolist()]
 
 
-class StepStatistics(NamedTuple):
-    """Holds the figures that the training of a step accumulated, on the device."""
-
-    loss: Tensor  # (R,) mean training loss over the step's batches
-    gradient_norm: Tensor  # (R,) gradient norm of the hosts, mean over the step's optimizer steps
-    seed_norms: list[Tensor]  # (n,) the same of seeds, for each entry of `seed_owners`
-    seed_owners: list[tuple[int, Indices]]  # the slot and the rows (n,) that the norms belong to
-    # Names (L,) of the trained parameters and their gradient norms (n, L), mean over the step's optimizer steps: of the hosts,
-    # then for each entry of `seed_owners`; empty if they were not asked for.
-    parameter_norms: list[tuple[tuple[str, ...], Tensor]]
-    # means of norms are over the other updates: nan if there is none, inf if a row is lost
-    skipped: SkippedUpdates | None
-
-
 @cache
 def share(passes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return 1 / passes, the gradient of the loss of a pass in an update that sums so many."""
@@ -234,7 +219,9 @@ class StackedPopulation:
         self.optimizer = partial(Updates, config=config.optimizer)
         self.objective = task.objective
         self._episode = -1
-        self._trained: StepStatistics | None = None  # of the last step
+        # of the last step, on the device: the first four of `TrainedFigures`; of the hosts and then for each entry of
+        # `seed_owners`, the names (L,) of the trained parameters and their norms (n, L), if asked for; and `SkippedUpdates`
+        self._trained: tuple[Any, ...] | None = None
         self._taught: Sequence[IntactStreams] | None = None  # of the present instances
         with drawn_with(0):
             self._dtype = dtype_of(task.largest())
@@ -339,7 +326,7 @@ class StackedPopulation:
         host, *others = (steps.mean(group.norm, group) for group in groups)
         parts = [(group.names, steps.mean(group.parts, group)) for group in groups if group.parts is not None]
         mean = loss / config.data.batches_per_step
-        self._trained = StepStatistics(mean, host, others, owners, parts, steps.skipped)
+        self._trained = mean, host, others, owners, parts, steps.skipped
 
     def _loss(
         self, route: Route, x: Batch, y: Tensor, weights: Tensor | None, factors: Tensor | None, keys: Indices | None
@@ -392,37 +379,39 @@ class StackedPopulation:
             sensors = sense(body, seeds, self.data.fit, self.data.probe, objective, taught, families)
         if asked.validation:
             assert self.data.validation is not None, "a validation split is read only with early stopping"
-            scored = self._final(seeds, self.data.validation)
-            validation = scored.metric, scored.loss
+            validation = self._final(seeds, self.data.validation)
         if asked.look is not None:
             assert self.data.fresh is not None, "fresh examples are set aside for `gates.certify`"
             grown = compared(body, seeds, asked.look, self.data.fresh, objective, self.config.gates)
         finite = self.feed.finite() if asked.finite else None
-        trained = self._trained if asked.trained else None
-        *figures, finite, validation, grown, trained = read_packet(
-            [*probed, sensors, finite, validation, grown, trained]
-        )
-        training = None if trained is None else self._training_figures(trained)
-        found = Figures._make([*figures, None if finite is None else finite > 0, validation, grown, training, None])
-        if found.trained is not None and found.trained.skipped is not None:
-            forget_skipped(body, found.trained.skipped, found.trained.seed_owners)
-            self.skipped += found.trained.skipped
-        return found
+        beside = {"sensors": sensors, "finite": finite, "validation": validation, "compared": grown}
+        found = read_packet({**probed, **beside, "trained": self._trained if asked.trained else None})
+        if found["finite"] is not None:
+            found["finite"] = found["finite"] > 0
+        if found["trained"] is not None:
+            found["trained"] = self._training_figures(*found["trained"])
+        return Figures(**found)
 
-    def _training_figures(self, trained: Any) -> TrainedFigures:
-        """Return the figures of a step's training from its statistics, whose tensors were read."""
+    def _training_figures(
+        self, loss: Floats, host: Floats, others: list[Floats], owners: Any, by_parameter: Any, skipped: Any
+    ) -> TrainedFigures:
+        """Return the figures of a step's training from what `train` left, whose tensors were read; forget skipped updates."""
         norms = None
-        if trained.parameter_norms:
-            (names, host), *seeds = trained.parameter_norms
+        if by_parameter:
+            (names, of_host), *of_seeds = by_parameter
             found: dict[str, Floats] = {}
-            for (slot, rows), (parts, values) in zip(trained.seed_owners, seeds, strict=True):
+            for (slot, rows), (parts, values) in zip(owners, of_seeds, strict=True):
                 for name, column in zip(parts, values.T, strict=True):
                     # Seeds of several forms share names, but no row has two of them in one slot.
-                    absent = np.full(len(trained.loss), np.nan)
+                    absent = np.full(len(loss), np.nan)
                     found.setdefault(f"{self.space.slots[slot]}/{name}", absent)[rows] = column
-            norms = ParameterNorms(dict(zip(names, host.T, strict=True)), found)
-        skipped = None if trained.skipped is None else trained.skipped.updates.astype(np.int64)
-        return TrainedFigures._make([*trained[:4], norms, skipped])
+            norms = ParameterNorms(dict(zip(names, of_host.T, strict=True)), found)
+        updates = None
+        if skipped is not None:
+            updates = skipped.updates.astype(np.int64)
+            forget_skipped(self.body, updates, owners)
+            self.skipped += updates
+        return TrainedFigures(loss, host, others, owners, norms, updates)
 
     @property
     def fresh(self) -> Sequence[Indices]:
@@ -501,8 +490,7 @@ class StackedPopulation:
         return [self.data.problems[self.data.problem_of[index]].validation for index in which[: self.config.envs]]
 
     def evaluate(self, seeds: Seeds, split: Split | Sequence[Split]) -> tuple[Floats, Floats]:
-        probed = self._final(seeds, self._held(split))
-        metric, loss = read_packet((probed.metric, probed.loss))
+        metric, loss = read_packet(self._final(seeds, self._held(split)))
         return metric, loss
 
     @torch.no_grad()
@@ -525,10 +513,11 @@ class StackedPopulation:
         )
         return self.data.stacked(sound_splits(splits, self.task, self.config), row, "held")
 
-    def _final(self, seeds: Seeds, examples: RowExamples) -> ProbeTensors:
+    def _final(self, seeds: Seeds, examples: RowExamples) -> tuple[Tensor, Tensor]:
         """Return metric and loss of the networks as exported, on the device."""
         none = Branches.none(seeds.stage.shape[1])
-        return probe(self.body, exported(seeds), examples, self.objective, none, signs=False)
+        probed = probe(self.body, exported(seeds), examples, self.objective, none, signs=False)
+        return probed["metric"], probed["loss"]
 
     def _load(self, instance: Indices) -> None:
         self._taught = None
