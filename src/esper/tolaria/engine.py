@@ -288,16 +288,18 @@ class Engine(Generic[P]):
         self.seed_history.load_state(tree["fates"])
         return self.view()
 
-    def carry_out(self, actions: Actions) -> Verdicts:
+    def carry_out(self, actions: Actions, reasons: Sequence[str | None] | None = None) -> Verdicts:
         """Carry out one decision per environment without a training step; return which were refused, (E,) a `Refusal`.
 
         `step` begins with this. A study can call it by itself to make several decisions in one step; the masks are then
-        those of the new state.
+        those of the new state. reasons: as in `step`.
         """
         state, config = self.state, self.config
+        before = state.seeds
         with self.timer.phase("apply"):
+            actions = checked_actions(actions, config.envs)
             rest = np.zeros(len(self._env) - config.envs, np.int64)  # the other rows get WAIT
-            every = Actions(*(np.concatenate([head, rest]) for head in checked_actions(actions, config.envs)))
+            every = Actions(*(np.concatenate([head, rest]) for head in actions))
             if (every.op == Op.WAIT).all():  # always legal, and nothing changes
                 return np.full(config.envs, Refusal.NONE, np.int8)
             refused = preflight(
@@ -309,7 +311,9 @@ class Engine(Generic[P]):
             self.population.edit(changes, after, state.step)
             state.seeds = after
             state.masks = self._legal(after, state.measurements)
-        return refused[: config.envs]
+        refused = refused[: config.envs]
+        self.seed_history.note(actions, refused == Refusal.NONE, before, state.measurements, config.gates, reasons)
+        return refused
 
     def step(
         self, actions: Actions, reasons: Sequence[str | None] | None = None, further: Further | None = None
@@ -323,7 +327,7 @@ class Engine(Generic[P]):
         """
         refused = self.apply(actions, reasons)
         while further is not None and (more := further(self.view(), refused)) is not None:
-            refused = self._carry_out_and_note(*more)
+            refused = self.carry_out(*more)
         waits = self.population.waits
         waited = 0.0 if waits is None else waits.seconds
         with self.timer.phase("train"):
@@ -344,15 +348,8 @@ class Engine(Generic[P]):
         assert state.pending is None, "call close() to end the step that apply() began"
         actions = checked_actions(actions, config.envs)
         before, decided = state.scores, state.seeds
-        refused = self._carry_out_and_note(actions, reasons)
+        refused = self.carry_out(actions, reasons)
         state.pending = PendingStep(actions, refused, before, decided)
-        return refused
-
-    def _carry_out_and_note(self, actions: Actions, reasons: Sequence[str | None] | None) -> Verdicts:
-        """Carry out decisions and record their bases. Returns what `apply` returns."""
-        before, measured = self.state.seeds, self.state.measurements
-        refused = self.carry_out(actions)
-        self.seed_history.note(actions, refused == Refusal.NONE, before, measured, self.config.gates, reasons)
         return refused
 
     def abandon(self) -> None:
