@@ -287,7 +287,7 @@ def test_bad_sites_are_refused_in_a_sentence(build, sites, said):
 def test_bad_models_are_refused_in_a_sentence():
     with pytest.raises(InputError, match=r"the model is a function; give an nn\.Module"):
         grow(lambda x: x, torch.optim.SGD(host().parameters()))
-    with pytest.raises(InputError, match="the optimizer holds no parameter of the model"):
+    with pytest.raises(InputError, match="the SGD holds no parameter of the model"):
         grow(optimizer=torch.optim.SGD(host().parameters()))
     with pytest.raises(InputError, match="the optimizer is a str"):
         grow(optimizer="sgd")

@@ -60,21 +60,13 @@ class Groups:
         for new groups are not known.
         """
         optimizer = unwrapped(optimizer)
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise InputError(f"the optimizer is {kind_of(optimizer)}; give a torch.optim.Optimizer")
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise InputError(
-                "LBFGS takes one group of parameters that never changes, so the network cannot grow; use another optimizer"
-            )
+        check_held(optimizer, model.parameters())
         if isinstance(optimizer, torch.optim.Muon | torch.optim.SparseAdam):
             kind = "matrices" if isinstance(optimizer, torch.optim.Muon) else "sparse gradients"
             raise InputError(
                 f"{type(optimizer).__name__} takes {kind} alone, and seeds have vectors of parameters with dense gradients too; "
                 "give another optimizer that holds parameters of the model, as torch.optim.AdamW"
             )
-        own = {id(parameter) for parameter in model.parameters()}
-        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            raise InputError("the optimizer holds no parameter of the model; make it with model.parameters()")
         self.optimizer = optimizer
         self.schedulers = tuple(_flat(scheduler))
         for each in _parts(self.schedulers):
@@ -131,14 +123,11 @@ class Groups:
 
     def remove(self, name: str) -> None:
         """Take the groups of a seed away, with all that the optimizer remembers of its parameters."""
-        own = [i for i, group in enumerate(self.optimizer.param_groups) if group.get(OWNER) == name]
-        lists = self._lists(len(self.optimizer.param_groups))
-        for index in reversed(own):
-            for parameter in self.optimizer.param_groups[index]["params"]:
-                self.optimizer.state.pop(parameter, None)
-            del self.optimizer.param_groups[index]
-            for entries in lists:
-                del entries[index]
+        for index, group in reversed(list(enumerate(self.optimizer.param_groups))):
+            if group.get(OWNER) == name:
+                for parameter in group["params"]:
+                    self.optimizer.state.pop(parameter, None)
+                self._delete(index)
 
     def join(self, name: str) -> None:
         """Put the parameters of a seed into groups of the host with the same options, if there are any; moments stay."""
@@ -158,13 +147,11 @@ class Groups:
             if (other := next(others, None)) is None:
                 del group[OWNER]
                 continue
-            lists = self._lists(len(self.optimizer.param_groups))
             other["params"] += group["params"]
             if "param_names" in other:
                 other["param_names"] += group["param_names"]
-            del self.optimizer.param_groups[index], options[index]
-            for entries in lists:
-                del entries[index]
+            del options[index]
+            self._delete(index)
 
     def disown(self) -> None:
         """Make the groups of the seeds that are left groups like any others, with which another growth can begin."""
@@ -189,7 +176,7 @@ class Groups:
 
     def maximizes(self, name: str) -> bool:
         """Return whether the optimizer steps a seed along its gradients, and not against them."""
-        return any(group.get("maximize", False) for group in self._of(name))
+        return any(group.get("maximize", False) for group in self.optimizer.param_groups if group.get(OWNER) == name)
 
     def moments(self, names: Mapping[Tensor, str]) -> dict[str, dict[str, Any]]:
         """Return what the optimizer remembers of each parameter, by name; its tensors are copies."""
@@ -275,9 +262,10 @@ class Groups:
     def _named(self, group: Group, names: Mapping[Tensor, str]) -> list[str]:
         return [names[parameter] for parameter in group["params"]]
 
-    def _of(self, name: str) -> list[Group]:
-        """Return the groups of a seed."""
-        return [group for group in self.optimizer.param_groups if group.get(OWNER) == name]
+    def _delete(self, index: int) -> None:
+        """Drop a group, with its entries in the schedulers."""
+        for entries in (self.optimizer.param_groups, *self._lists(len(self.optimizer.param_groups))):
+            del entries[index]
 
     def _lists(self, count: int) -> list[list[Any]]:
         """Return the lists of the schedulers with one entry for each of so many groups, each once: schedulers share some."""
@@ -288,6 +276,21 @@ class Groups:
                 if isinstance(entries, list) and len(entries) == count:
                     found[id(entries)] = entries
         return list(found.values())
+
+
+def check_held(optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
+    """Raise InputError if an optimizer holds none of the parameters of a model, or takes no others."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"the optimizer is {kind_of(optimizer)}; give a torch.optim.Optimizer")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InputError(
+            "LBFGS takes one group of parameters that never changes, so the network cannot grow; use another optimizer"
+        )
+    own = {id(parameter) for parameter in parameters}
+    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise InputError(
+            f"the {type(optimizer).__name__} holds no parameter of the model; make it with model.parameters()"
+        )
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:

@@ -21,7 +21,7 @@ from esper.kasmina.graft.widening import Outputs, additions, append_tried, axes_
 from esper.leyline.config.arguments import check_integer, is_number
 from esper.leyline.errors import GrowthWarning, InputError, is_out_of_memory, typed_line, warn
 from esper.leyline.text import did_you_mean, kind_of
-from esper.tolaria.live.groups import begin_state, each_of
+from esper.tolaria.live.groups import begin_state, check_held, each_of
 from esper.tolaria.runtime import available_memory
 
 
@@ -317,15 +317,7 @@ def averages(ema: Any, model: nn.Module) -> tuple[nn.Module, ...]:
 
 def check_optimizer(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> None:
     """Raise InputError if an optimizer is none of the model, or cannot take other parameters."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InputError(f"the optimizer is {kind_of(optimizer)}; give a torch.optim.Optimizer")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise InputError("LBFGS takes one group of parameters that never changes; use another optimizer")
-    own = {id(parameter) for parameter in parameters.values()}
-    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-        raise InputError(
-            f"the {type(optimizer).__name__} holds no parameter of the model; make it with model.parameters()"
-        )
+    check_held(optimizer, parameters.values())
     for value in vars(optimizer).values():
         parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
         if any(isinstance(each, torch.optim.Optimizer) for each in parts):
