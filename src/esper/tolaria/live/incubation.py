@@ -12,10 +12,11 @@ from torch.utils.hooks import RemovableHandle
 from esper.kasmina.graft.grafted import planted_at, undisturbed
 from esper.kasmina.graft.planted import Mode, Planted
 from esper.kasmina.graft.recording import call
-from esper.kasmina.graft.sharding import gather, in_parts, own_part, reshard
+from esper.kasmina.graft.sharding import gather, in_parts, own_part
 from esper.leyline.errors import InputError, in_words
 from esper.leyline.text import kind_of
 from esper.tolaria.live.groups import Groups
+from esper.tolaria.live.missing import frozen
 from esper.tolaria.live.probe import Probe
 from esper.tolaria.live.ranks import Ranks
 
@@ -284,16 +285,8 @@ class Incubation:
         _copy(now, parameters)
         _copy(parameters, first)
         try:
-            with undisturbed(self.network), torch.enable_grad():
-                others = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
-                for parameter in others:
-                    parameter.requires_grad_(False)
-                try:
-                    return {name: self._shadow(name, own, x, y) for name, own in trained.items()}
-                finally:
-                    for parameter in others:
-                        parameter.requires_grad_(True)
-                    reshard(self.network)  # what is still whole would go on without a gradient
+            with undisturbed(self.network), torch.enable_grad(), frozen(self.network):
+                return {name: self._shadow(name, own, x, y) for name, own in trained.items()}
         finally:
             _copy(parameters, now)
             self._before = False

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from esper.kasmina.graft.grafted import undisturbed
 from esper.kasmina.graft.grown import POINT, Point, first_tensor, sites_of, stream_of
 from esper.kasmina.graft.recording import call
+from esper.kasmina.graft.sharding import reshard
 from esper.leyline.lifecycle.slots import Site
 
 ENOUGH = 4096
@@ -66,7 +67,7 @@ def read_sites(
     """
     sites = {name: sites_of(network)[name] for name in names}
     read: dict[str, list[Read]] = {name: [] for name in sites}
-    with undisturbed(network), _frozen(network), torch.enable_grad():
+    with undisturbed(network), frozen(network), torch.enable_grad():
         for x, y in batches:
             with ExitStack() as hooks:
                 heard = {name: hooks.enter_context(_listening(network, site)) for name, site in sites.items()}
@@ -88,7 +89,7 @@ def _joined(parts: Sequence[Read]) -> Read:
 
 
 @contextmanager
-def _frozen(network: nn.Module) -> Iterator[None]:
+def frozen(network: nn.Module) -> Iterator[None]:
     """Let no gradient reach a parameter. Asking autograd for those of streams alone fails at a reentrant checkpoint."""
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     try:
@@ -98,6 +99,7 @@ def _frozen(network: nn.Module) -> Iterator[None]:
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
+        reshard(network)  # what is still whole would go on without a gradient
 
 
 @contextmanager
