@@ -6,6 +6,7 @@ them trained by workers, and `LivePopulation` (tolaria/live/population.py) is on
 """
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -13,13 +14,15 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.lifecycle import Edits
 from esper.kasmina.stack.plan import Branches
 from esper.kasmina.stack.widening import HiddenWidening
-from esper.leyline.config.tree import Config
+from esper.leyline.config.tree import Config, GrowthConfig
 from esper.leyline.data.task import Split
 from esper.leyline.lifecycle.stages import ADDED, Stage
 from esper.leyline.lifecycle.view import Bools, Floats, Seeds, Space
+from esper.tolaria.measure.sensors import SENSORS
 from esper.tolaria.runtime import Waits
 
 Indices = NDArray[np.int64]
@@ -182,6 +185,27 @@ class TaskPopulation(Population, Protocol):
 
     def close(self) -> None:
         """End the thread and the workers that read batches; the population trains no more."""
+
+
+def space_of(
+    config: GrowthConfig,
+    menu: Sequence[Blueprint],
+    sensors: Sequence[str] = tuple(map(attrgetter("name"), SENSORS)),
+    **of_hosts: Any,
+) -> Space:
+    """Return the space of a population. of_hosts: the fields that follow from its hosts and their data."""
+    return Space(
+        blueprints=tuple(entry.info for entry in menu),
+        tempos=config.lifecycle.tempos,
+        targets=config.lifecycle.targets,
+        sensors=tuple(sensors),
+        max_seeds=config.lifecycle.max_seeds,
+        seed=config.seed,
+        objective=config.reward.objective,
+        rent=config.reward.rent,
+        rent_size=config.reward.rent_size,
+        **of_hosts,
+    )
 
 
 def row_environments(config: Config, *, ghost: bool) -> Indices:

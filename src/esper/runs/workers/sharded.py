@@ -47,6 +47,7 @@ from esper.tolaria.population import (
     ProbeRequest,
     TrainedFigures,
     row_environments,
+    space_of,
 )
 from esper.tolaria.runtime import PhaseTimer, Waits, available_memory, resolve_device
 from esper.tolaria.stacked import population as stacked
@@ -382,7 +383,7 @@ class ShardedPopulation:
         shared, menu = parts[0]["shared"], stacked.menu_of(self.task, self.config)
         of_rows = {name: self._whole([part["space"][name] for part in parts]) for name in parts[0]["space"]}
         slots, fits, heads = tuple(shared["slots"]), shared["fits"], shared["heads"]
-        self.space = stacked.space_of(self.config, menu, slots=slots, fits=fits, heads=heads, **of_rows)
+        self.space = space_of(self.config, menu, slots=slots, fits=fits, heads=heads, **of_rows)
         self._scaled, self.reads = bool(parts[0]["scaled"]), bool(parts[0]["reads"])
         fresh = [[part["fresh"][of] for of in part["fresh_of"]] for part in parts]
         self._fresh = [fresh[at][row] for at, row in zip(self._owner.tolist(), self._place.tolist(), strict=True)]

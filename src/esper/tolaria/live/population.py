@@ -29,7 +29,7 @@ from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.stages import ADDED, LIVE, Stage, among
 from esper.leyline.lifecycle.streams import Stream
-from esper.leyline.lifecycle.view import MISSING, Bools, Seeds, Space, choose
+from esper.leyline.lifecycle.view import MISSING, Bools, Seeds, choose
 from esper.tolaria.live.averages import Average
 from esper.tolaria.live.grafts import Grafts
 from esper.tolaria.live.groups import Groups, placed_moments
@@ -40,7 +40,7 @@ from esper.tolaria.live.ranks import Ranks, SharedGradients
 from esper.tolaria.live.twin import Twin
 from esper.tolaria.live.widening import follow
 from esper.tolaria.measure.sensors import participation_ratio
-from esper.tolaria.population import Figures, Indices, Keeper, ProbeRequest, TrainedFigures
+from esper.tolaria.population import Figures, Indices, Keeper, ProbeRequest, TrainedFigures, space_of
 from esper.tolaria.runtime import read_packet
 
 LOOK = 128
@@ -99,24 +99,18 @@ class LivePopulation:
         self._episode = 0
         self._seeds = dormant(1, len(self.sites))  # that the network follows
         fits, cost = self.grafts.offers()
-        self.space = Space(
+        self.space = space_of(
+            config,
+            self.menu,
+            (MISSING,) if config.probe.sensors_every else (),
             slots=tuple(site.name for site in self.sites),
-            blueprints=tuple(entry.info for entry in self.menu),
-            tempos=config.lifecycle.tempos,
-            targets=config.lifecycle.targets,
             cost=cost[None],
             fits=fits,
             width=np.array([[site.stream.width for site in self.sites]]),
-            sensors=(MISSING,) if config.probe.sensors_every else (),
-            max_seeds=config.lifecycle.max_seeds,
-            seed=config.seed,
             number=np.zeros(1, np.int64),
             instance=np.zeros(1, np.int64),
             floor=np.full(1, np.nan),
             ceiling=np.full(1, np.nan),
-            objective=config.reward.objective,
-            rent=config.reward.rent,
-            rent_size=config.reward.rent_size,
             frozen=np.zeros(1, bool),  # set when growth begins
             stacks=tuple(stack_of(site.after) for site in self.sites) if self.grafts.blocks else (),
         )

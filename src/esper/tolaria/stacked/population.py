@@ -1,7 +1,7 @@
 """Train and measure networks as stacked tensors on one device: the population that most engines grow. R rows, S slots."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import cache, partial
@@ -20,7 +20,7 @@ from esper.kasmina.network.export import grown_network
 from esper.kasmina.stack.body import Body, runs_by_row
 from esper.kasmina.stack.fused import layers_of
 from esper.kasmina.stack.layout import BEFORE, HERE
-from esper.kasmina.stack.plan import Branches, Route
+from esper.kasmina.stack.plan import Branches, Indices, Route
 from esper.kasmina.stack.rows import stacks_directly
 from esper.kasmina.stack.snapshot import Snapshot
 from esper.kasmina.stack.widening import BodyWidening, HiddenWidening, plan_widenings, wider_hosts
@@ -43,13 +43,13 @@ from esper.leyline.data.task import (
 from esper.leyline.errors import DataFault, InputError
 from esper.leyline.lifecycle.slots import Tap
 from esper.leyline.lifecycle.stages import ADDED, Stage
-from esper.leyline.lifecycle.view import Floats, Seeds, Space
+from esper.leyline.lifecycle.view import Floats, Seeds
 from esper.leyline.text import counted
 from esper.tolaria.measure.bounds import bounds
 from esper.tolaria.measure.certifying import compared, set_aside
 from esper.tolaria.measure.probe import passed, probe, samples, sense
-from esper.tolaria.measure.sensors import SENSORS, IntactStreams
-from esper.tolaria.population import Figures, Indices, ParameterNorms, ProbeRequest, TrainedFigures, row_environments
+from esper.tolaria.measure.sensors import IntactStreams
+from esper.tolaria.population import Figures, ParameterNorms, ProbeRequest, TrainedFigures, row_environments, space_of
 from esper.tolaria.runtime import (
     Waits,
     available_memory,
@@ -223,8 +223,7 @@ class StackedPopulation:
         # `seed_owners`, the names (L,) of the trained parameters and their norms (n, L), if asked for; and `SkippedUpdates`
         self._trained: tuple[Any, ...] | None = None
         self._taught: Sequence[IntactStreams] | None = None  # of the present instances
-        with drawn_with(0):
-            self._dtype = dtype_of(task.largest())
+        self._dtype = dtype_of(_drawn(task.largest))
         self._load(instance)
         self.widenings = widenings
         if any(len(shape) > 1 for shape in shape_leaves(task.inputs)):
@@ -269,10 +268,7 @@ class StackedPopulation:
         old, passes, widened, instance = self.body, self.passes, self.widened, self.data.instance
 
         def host(row: int) -> SegmentedHost:
-            with drawn_with(0):
-                made = wider_hosts(self.task.instance(int(instance[row])).host, self.widenings[:widened])()
-            assert isinstance(made, SegmentedHost)
-            return made
+            return _drawn(wider_hosts(self.task.instance(int(instance[row])).host, self.widenings[:widened]))
 
         def key(row: int) -> int:
             return scalar(self.config.seed, Purpose.WIDENING, int(instance[row]), self._episode, step)
@@ -280,8 +276,7 @@ class StackedPopulation:
         self._set_widths(widened + 1)
         self.passes.follow(passes)
         body, problem = self.body, self.data.problems[0]
-        with drawn_with(0):
-            wider = wider_hosts(problem.host, self.widenings[: widened + 1])()
+        wider = _drawn(wider_hosts(problem.host, self.widenings[: widened + 1]))
         body.plant_host(range(len(instance)), wider, self.data.few(problem), problem.outputs)
         body.mask_outputs()
         widening = BodyWidening(old, body, self.widenings[widened], host, key)
@@ -559,22 +554,6 @@ class StackedPopulation:
         )
 
 
-def space_of(config: Config, menu: Sequence[Blueprint], **of_hosts: Any) -> Space:
-    """Return the space of a population. of_hosts: the fields that follow from its hosts and their data."""
-    return Space(
-        blueprints=tuple(entry.info for entry in menu),
-        tempos=config.lifecycle.tempos,
-        targets=config.lifecycle.targets,
-        sensors=tuple(sensor.name for sensor in SENSORS),
-        max_seeds=config.lifecycle.max_seeds,
-        seed=config.seed,
-        objective=config.reward.objective,
-        rent=config.reward.rent,
-        rent_size=config.reward.rent_size,
-        **of_hosts,
-    )
-
-
 def widenings_of(task: AnyTask, config: Config) -> tuple[HiddenWidening, ...]:
     """Return the widenings of the hosts of a task, in order. InputError if they cannot be wider."""
     if not config.widen.at:
@@ -584,7 +563,8 @@ def widenings_of(task: AnyTask, config: Config) -> tuple[HiddenWidening, ...]:
             f"widen.at is set, but the hosts of {task.name} differ from instance to instance, and only hosts of one task "
             "become wider together; leave widen out"
         )
-    problem, dtype = Task.instance(task, 0), dtype_of(_largest(task))  # of any key, where rows have hosts of their own
+    problem = Task.instance(task, 0)  # of any key, where rows have hosts of their own
+    dtype = dtype_of(_drawn(task.largest))
     few = on_cpu(problem.read(picked(problem.train.x, slice(2))), dtype)
     rows, copies = _rows_and_copies(task, config)
     most = available_memory(resolve_device(config.device)) / (rows * copies)
@@ -636,16 +616,14 @@ def check_memory(task: AnyTask, config: Config, available: int, widenings: tuple
     yet, and are left out.
     """
     rows, copies = _rows_and_copies(task, config)
-    with drawn_with(0):
-        largest = wider_hosts(task.largest, widenings)()
-    host = sum(parameter.nbytes for parameter in largest.parameters())
+    host = sum(parameter.nbytes for parameter in _drawn(wider_hosts(task.largest, widenings)).parameters())
     numbers = sum(math.prod(shape) for shape in shape_leaves(task.inputs))
     inputs = config.data.batch_size * numbers * torch.get_default_dtype().itemsize
     data = 0
     if isinstance(task, Task):
         splits = [task.train, task.probe, *([task.validation] if config.early_stopping.enabled else [])]
         parts = [part for split in splits for part in (*leaves(split.x), split.y)]
-        wide = dtype_of(task.largest()).itemsize
+        wide = dtype_of(_drawn(task.largest)).itemsize
         data = sum(part.numel() * (wide if part.is_floating_point() else part.element_size()) for part in parts)
     needed = rows * (host * copies + inputs) + data
     if needed > available:
@@ -657,9 +635,10 @@ def check_memory(task: AnyTask, config: Config, available: int, widenings: tuple
         )
 
 
-def _largest(task: AnyTask) -> SegmentedHost:
+def _drawn(make: Callable[[], nn.Module]) -> SegmentedHost:
+    """Return a host whose weights are of no matter; torch's own generators are not used."""
     with drawn_with(0):
-        host = task.largest()
+        host = make()
     assert isinstance(host, SegmentedHost)
     return host
 
@@ -675,7 +654,7 @@ def needs_ghost(task: AnyTask, config: Config) -> bool:
     device, compiled = resolve_device(config.device), config.compile != "off"
     if device.type != "cpu":
         return True
-    host = _largest(task)
+    host = _drawn(task.largest)
     direct = all(stacks_directly(host, segment, layers_of(segment)) for segment in host.segments)
     alike = direct and resolve_amp(config.amp, device, dtype_of(host)) is None
     return not (
@@ -702,7 +681,7 @@ def menu_of(task: AnyTask, config: Config) -> tuple[Blueprint, ...]:
     names = config.blueprints if config.blueprints is not None else task.menu
     if not names:
         raise InputError(f"the menu of task {task.name!r} is empty; name at least one blueprint")
-    kinds = list(dict.fromkeys(slot.kind for slot in _largest(task).slots))
+    kinds = list(dict.fromkeys(slot.kind for slot in _drawn(task.largest).slots))
     having = {name: [kind for kind in kinds if (kind, name) in BLUEPRINTS] or kinds[:1] for name in names}
     return tuple(get_blueprint(name, kind) for name in names for kind in having[name])
 
@@ -711,7 +690,7 @@ def check_place(task: AnyTask, config: Config) -> None:
     """Raise InputError if the machine has no device as the config names it, or the host no such slots."""
     resolve_device(config.device)
     if config.slots is not None:
-        selected([slot.name for slot in _largest(task).slots], config)
+        selected([slot.name for slot in _drawn(task.largest).slots], config)
 
 
 def selected(names: Sequence[str], config: Config) -> NDArray[np.bool_]:
