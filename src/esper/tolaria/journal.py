@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,15 +38,6 @@ from esper.tolaria.seed_history import GATES
 _SAMPLES = 30  # rows of sensors and of phases in an episode, if the config says nothing else
 
 
-class RowSource(NamedTuple):
-    """Names the population of a training to which rows belong."""
-
-    cohort: str  # 'training' or 'validation'
-    task: str
-    round: int
-    first_env: int | msgspec.UnsetType = msgspec.UNSET  # the first environment of a shard, if there are several
-
-
 class Journal(Observer):
     """Writes the rows of an episode.
 
@@ -59,11 +49,14 @@ class Journal(Observer):
         self,
         engine: Engine[Any],
         hub: Hub,
-        source: RowSource | None = None,
+        source: Mapping[str, Any] | None = None,
         paid: Callable[[], Mapping[str, Floats]] | None = None,
     ) -> None:
-        """paid: gives the components (E,) of the rewards of the last step, by name; None where no reward is paid."""
-        self.engine, self.hub, self.source, self.paid = engine, hub, source, paid
+        """source: the fields of `PlayedRow` that name the population. None outside of a training.
+
+        paid: gives the components (E,) of the rewards of the last step, by name; None where no reward is paid.
+        """
+        self.engine, self.hub, self.source, self.paid = engine, hub, source or {}, paid
         self._spent: dict[str, float] = {}  # seconds by phase before the step
         self._phases: dict[str, float] = {}  # seconds by phase of the steps since the last row
         self._covered = self._reads = 0  # number of these steps, and their reads of the device
@@ -210,9 +203,9 @@ class Journal(Observer):
 
     def _write(self, rows: Iterable[PlayedRow]) -> None:
         rows = list(rows)
-        if self.source is not None:
-            for row in rows:
-                row.cohort, row.task, row.round, row.first_env = self.source
+        for row in rows:
+            for name, value in self.source.items():
+                setattr(row, name, value)
         self.hub.extend(rows)
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -36,7 +35,7 @@ from esper.tamiyo.catalog import get_controller
 from esper.tamiyo.policy.actor import Learned
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.governor import GovernorRecord
-from esper.tolaria.journal import Journal, RowSource
+from esper.tolaria.journal import Journal
 from esper.tolaria.play import Observer, Step, planted, play
 from esper.tolaria.runtime import resolve_device
 from esper.tolaria.stacked.population import instance_keys
@@ -272,7 +271,7 @@ class Player:
         metric, loss = engine.evaluate(engine.population.validation_splits())
         worth = exported_objective(engine, metric, loss)
         self.hub.emit(
-            EvaluationRow(**source._asdict(), split="validation", metrics=metric, losses=loss, objectives=worth)
+            EvaluationRow(**source, split="validation", metrics=metric, losses=loss, objectives=worth)
         )
         return {"objective": worth, "kept": (engine.view().seeds.stage == Stage.FOSSILIZED).sum(1)}
 
@@ -287,14 +286,14 @@ class Player:
             apprentice.load_state(own["apprentice"])
 
 
-def _source(cohort: Cohort, name: Literal["training", "validation"], number: int) -> RowSource:
+def _source(cohort: Cohort, name: Literal["training", "validation"], number: int) -> dict[str, Any]:
     """Return the population to which the rows of a cohort belong, with its first environment where there are shards."""
-    first: int | msgspec.UnsetType = msgspec.UNSET
+    source = {"cohort": name, "task": cohort.task.name, "round": number}
     if cohort.whole.shards > 1 and name == "training":
-        first = cohort.config.first_instance - cohort.whole.first_instance
+        source["first_env"] = cohort.config.first_instance - cohort.whole.first_instance
     elif cohort.whole.shards > 1 and cohort.watched is not None:
-        first = cohort.watched.first_instance
-    return RowSource(name, cohort.task.name, number, first)
+        source["first_env"] = cohort.watched.first_instance
+    return source
 
 
 def _teacher(config: Config) -> Controller:

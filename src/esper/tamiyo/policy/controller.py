@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
-from torch import Tensor
 
 from esper.leyline.config.parsing import parse_json
 from esper.leyline.config.tree import check_controller_settings
@@ -198,7 +197,13 @@ def load_policy(folder: Path) -> Policy:
         decisions, state = facts.get("decisions_per_step", 1), load(data)
         if type(decisions) is not int or decisions < 1:
             raise ValueError(f"decisions_per_step is {decisions!r}, which is no whole number from 1 on")
-        _check_rows(state, language)
+        for name, count in (  # before a network is built
+            ("blueprint.weight", len(language.blueprints) + 1 + len(language.packages)),
+            ("tempo_head.2.bias", len(language.tempos)),
+            ("target_head.2.bias", len(language.targets)),
+        ):
+            if len(state[name]) != count:
+                raise ValueError(f"tensor {name} has {len(state[name])} rows, but the language has {count}")
         policy = Policy.fresh(language, 0, facts["settings"], decisions)
         wanted = policy.network.state_dict()
         if odd := [name for name, tensor in state.items() if name in wanted and tensor.dtype != wanted[name].dtype]:
@@ -245,17 +250,6 @@ def read_facts(folder: Path) -> dict[str, Any]:
         raise InputError(f"{path} was altered, by its checksum; train the controller again")
     check_controller_settings(facts["settings"], str(path))
     return facts
-
-
-def _check_rows(state: Mapping[str, Tensor], language: Language) -> None:
-    """Raise ValueError if the weights have other numbers of rows than the language has names, before a network is built."""
-    for name, count in (
-        ("blueprint.weight", len(language.blueprints) + 1 + len(language.packages)),
-        ("tempo_head.2.bias", len(language.tempos)),
-        ("target_head.2.bias", len(language.targets)),
-    ):
-        if len(state[name]) != count:
-            raise ValueError(f"tensor {name} has {len(state[name])} rows, but the language has {count}")
 
 
 def _moments(known: Mapping[str, Any], features: int) -> Moments:

@@ -65,7 +65,13 @@ def coalitions(seeds: Seeds, sampling: Sampling | None, *, terminal: bool) -> Co
     env, slot = np.nonzero(live)
     wanted = [(env, masks(live)[env] ^ (1 << slot))]  # every live seed left out alone
     if sampling is not None:
-        wanted += _of_attribution(live, *sampling)
+        count = live.sum(1)
+        for n in np.unique(count[count > 0]).tolist():
+            having = np.flatnonzero(count == n)
+            player = np.nonzero(live[having])[1].reshape(len(having), n)
+            joined = np.arange(1 << n) if n <= COMPLETE else sampled_coalitions(n, *sampling).masks
+            chosen = (joined[:, None] >> np.arange(n) & 1)[None] << player[:, None]  # (e, M, n)
+            wanted.append((np.repeat(having, len(joined)), chosen.sum(2).reshape(-1)))
     if terminal:
         wanted.append((np.flatnonzero(live.any(1)), np.zeros(int(live.any(1).sum()), np.int64)))
     bits = live.shape[1]
@@ -116,18 +122,6 @@ def sampled_coalitions(n: int, pairs: int, draw: int) -> SampledPermutations:
 def joined_in(orders: Indices) -> Indices:
     """Return (P, n + 1) bit masks: column k has the bits of the first k players of an order (P, n)."""
     return np.cumsum(np.pad(1 << orders, ((0, 0), (1, 0))), axis=1)
-
-
-def _of_attribution(live: NDArray[np.bool_], pairs: int, draw: int) -> list[tuple[Indices, Indices]]:
-    """Return every subset of up to COMPLETE live seeds, and of more the coalitions of sampled permutations, as (env, mask)."""
-    count, found = live.sum(1), []
-    for n in np.unique(count[count > 0]).tolist():
-        env = np.flatnonzero(count == n)
-        player = np.nonzero(live[env])[1].reshape(len(env), n)
-        joined = np.arange(1 << n) if n <= COMPLETE else sampled_coalitions(n, pairs, draw).masks
-        chosen = (joined[:, None] >> np.arange(n) & 1)[None] << player[:, None]  # (e, M, n)
-        found.append((np.repeat(env, len(joined)), chosen.sum(2).reshape(-1)))
-    return found
 
 
 class Attribution(NamedTuple):

@@ -136,7 +136,13 @@ class Orders:
         if batch not in self._known:
             period = batch // self._batches
             stale = np.flatnonzero(period != self._period)
-            self._draw(stale, period[stale])
+            for size in np.unique(self.sizes[stale]).tolist():  # the orders of one size at once
+                own = stale[self.sizes[stale] == size]
+                length = int(self._batches[own[0]])
+                orders = self.of(own, period[own, None] * length + np.arange(length))
+                at = torch.from_numpy(own).to(self._place, non_blocking=True)
+                self._order[at, :length] = orders if self._offset is None else orders + self._offset[at]
+            self._period[stale] = period[stale]
             self._known = range(batch, int(((period + 1) * self._batches).min()))
         if self._alike:
             return self._order[:, batch % int(self._batches[0])]
@@ -160,17 +166,6 @@ class Orders:
 
     def _keys(self, rows: Indices, epoch: Indices) -> Indices:
         return key(self._seed, Purpose.ORDER, self._instance[rows, None], self._episode, epoch)
-
-    def _draw(self, rows: Indices, period: Indices) -> None:
-        """Draw the orders of rows (n,) that begin a period (n,), those of one size at once."""
-        for size in np.unique(self.sizes[rows]).tolist():
-            same = self.sizes[rows] == size
-            own = rows[same]
-            length = int(self._batches[own[0]])
-            orders = self.of(own, period[same, None] * length + np.arange(length))
-            at = torch.from_numpy(own).to(self._place, non_blocking=True)
-            self._order[at, :length] = orders if self._offset is None else orders + self._offset[at]
-        self._period[rows] = period
 
 
 class SharedBatchIterator:
