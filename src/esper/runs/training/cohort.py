@@ -270,9 +270,7 @@ class Player:
         play(engine, Learned(self.learner.policy), *observers, Journal(engine, self.hub, source))
         metric, loss = engine.evaluate(engine.population.validation_splits())
         worth = exported_objective(engine, metric, loss)
-        self.hub.emit(
-            EvaluationRow(**source, split="validation", metrics=metric, losses=loss, objectives=worth)
-        )
+        self.hub.emit(EvaluationRow(**source, split="validation", metrics=metric, losses=loss, objectives=worth))
         return {"objective": worth, "kept": (engine.view().seeds.stage == Stage.FOSSILIZED).sum(1)}
 
     def state(self) -> list[dict[str, Any]]:

@@ -369,10 +369,8 @@ class Passes:
         self.counts = CompileCounts()
         self._microbatch = config.data.microbatch
         self._salt = f"{products} {config.optimizer.accumulation_steps}"
-        self._planned: tuple[Route | None, Any] = (
-            None,
-            None,
-        )  # the last route, which has many batches, and its plan
+        # the last route, which has many batches, and its plan
+        self._planned: tuple[Route | None, Any] = None, None
         self._known: dict[Any, CompiledPass | None] = {}  # the one that was used last is the last
         self._made: set[int] = set()
         self._pool: Any = None  # the memory that CUDA graphs share

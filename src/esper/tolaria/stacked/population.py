@@ -717,14 +717,19 @@ def taught_streams(data: ResidentData, body: Body) -> list[IntactStreams]:
     row, most = np.array(data.problem_of)[which].tolist(), data.fit.y.shape[1]
     found = []
     for slot in range(len(body.slots)):
-        widths = (int(body.layout.widest.taps[slot, tap]) for tap in (HERE, BEFORE))
-        pair = [
-            _padded([None if each is None else each[slot][part] for each in streams], most, width)
-            for part, width in enumerate(widths)
-        ]
-        found.append(
-            IntactStreams(*(torch.stack([part[index] for index in row]).to(data.device, data.dtype) for part in pair))
-        )
+        pair = []
+        for part, tap in enumerate((HERE, BEFORE)):
+            own = [None if each is None else each[slot][part] for each in streams]
+            positions = next(each.shape[1] for each in own if each is not None)
+            width = max(int(body.layout.widest.taps[slot, tap]), 1)
+            padded = [
+                torch.full((most * positions, width), torch.nan)
+                if each is None
+                else F.pad(each, (0, width - each.shape[2], 0, 0, 0, most - len(each))).flatten(0, 1)
+                for each in own
+            ]
+            pair.append(torch.stack([padded[index] for index in row]).to(data.device, data.dtype))
+        found.append(IntactStreams(*pair))
     return found
 
 
@@ -747,18 +752,6 @@ def _streams(problem: Instance, data: ResidentData, body: Body) -> list[tuple[Te
             read = kind.positions(kind.fitted(before, here)[None])[0]
         found.append((stream.unflatten(0, (len(here), -1)), read.unflatten(0, (len(here), -1))))
     return found
-
-
-def _padded(parts: Sequence[Tensor | None], most: int, width: int) -> list[Tensor]:
-    """Pad streams (N, P, C) of several networks -> (most * P, width) each, with 0 added; nan everywhere for None."""
-    positions = next(part.shape[1] for part in parts if part is not None)
-    width = max(width, 1)
-    return [
-        torch.full((most * positions, width), torch.nan)
-        if part is None
-        else F.pad(part, (0, width - part.shape[2], 0, 0, 0, most - len(part))).flatten(0, 1)
-        for part in parts
-    ]
 
 
 def _choose_rows(body: Body, edits: Edits, seeds: Seeds, fit: RowExamples, objective: Objective) -> None:
