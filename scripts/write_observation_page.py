@@ -4,8 +4,17 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from esper.leyline.config.tree import SENSOR_FAMILIES
-from esper.tamiyo.policy.features import GLOBAL, GLOBAL_FLAGS, RELATIVE, SLOT, SLOT_FLAGS, Feature, Flag, slot_features
-from esper.tamiyo.policy.observation import CLIP
+from esper.tamiyo.policy.observation import (
+    CLIP,
+    GLOBAL,
+    GLOBAL_FLAGS,
+    RELATIVE,
+    SLOT,
+    SLOT_FLAGS,
+    Feature,
+    Flag,
+    slot_features,
+)
 from esper.tolaria.measure.sensors import SENSORS
 
 HEAD = f"""# What a trained controller sees
@@ -17,7 +26,7 @@ deviation the column's *scale*.
 
 A column that is marked under `?` is not always measured. It is 0 if it was not, and a further column `name?` beside it
 is 1 if it was measured and else 0. Flags are 0 or 1 and are not normalised. The stages GERMINATED and PRUNED pass
-within a step, so their columns are 0 at every decision. The tables of `tamiyo/policy/features.py` hold the function that
+within a step, so their columns are 0 at every decision. The tables of `tamiyo/policy/observation.py` hold the function that
 computes each column; the [architecture](architecture.md) says where they are read.
 """
 

@@ -49,8 +49,7 @@ from esper.store.files import EVENTS, SUMMARY, to_json
 from esper.tamiyo.catalog import FOLDER
 from esper.tamiyo.policy.actor import Learned
 from esper.tamiyo.policy.controller import Policy, load_policy
-from esper.tamiyo.policy.features import RELATIVE
-from esper.tamiyo.policy.observation import Inputs, Observation, input_names
+from esper.tamiyo.policy.observation import RELATIVE, Inputs, Observation, input_names
 from esper.tamiyo.rules.schedule import ScheduleEntry
 from esper.tasks.catalog import get_task
 from esper.tasks.repair import Facts, describe

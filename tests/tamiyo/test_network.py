@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from esper.leyline.lifecycle.actions import Head, Op
-from esper.tamiyo.policy.features import PROSPECTS
 from esper.tamiyo.policy.network import Batch, FactoredRecurrentActorCritic
+from esper.tamiyo.policy.observation import PROSPECTS
 
 SHAPES = {"env": 5, "slot": 7, "blueprints": 4, "tempos": 5, "targets": 4}
 T, E, S, K = 6, 3, 4, 3

@@ -9,17 +9,14 @@ import pytest
 from esper.leyline.lifecycle.actions import Actions, Blend, Op
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import CoalitionValues, Estimate
-from esper.tamiyo.policy.features import (
+from esper.tamiyo.policy.observation import (
+    CLIP,
     GLOBAL,
     GLOBAL_FLAGS,
     RELATIVE,
     SLOT,
     SLOT_FLAGS,
     WINDOWS,
-    slot_features,
-)
-from esper.tamiyo.policy.observation import (
-    CLIP,
     History,
     Moments,
     Normaliser,
@@ -27,6 +24,7 @@ from esper.tamiyo.policy.observation import (
     input_names,
     normalise,
     observe,
+    slot_features,
 )
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.measure.coalitions import attribute

@@ -11,8 +11,8 @@ from esper.leyline.lifecycle.masks import choices
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import take
 from esper.tamiyo.policy.distribution import GREEDY, decide, judge, probabilities
-from esper.tamiyo.policy.features import PROSPECTS
 from esper.tamiyo.policy.network import Batch, Encoded, FactoredRecurrentActorCritic
+from esper.tamiyo.policy.observation import PROSPECTS
 
 SHAPES = {"env": 5, "slot": 7, "blueprints": 3, "tempos": 5, "targets": 4}
 SOME = {head: 0.05 + 0.05 * head for head in Head}

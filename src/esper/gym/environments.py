@@ -23,8 +23,7 @@ from esper.leyline.lifecycle.masks import choices_of
 from esper.leyline.lifecycle.view import Bools, Floats, Space, View
 from esper.leyline.text import kind_of
 from esper.simic.rewards import get_reward, paid, total
-from esper.tamiyo.policy.features import slot_features
-from esper.tamiyo.policy.observation import CLIP, History, Normaliser, input_names, normalise, observe
+from esper.tamiyo.policy.observation import CLIP, History, Normaliser, input_names, normalise, observe, slot_features
 from esper.tolaria.engine import VectorizedEngine
 
 Arrays = dict[str, Any]

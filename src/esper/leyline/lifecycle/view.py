@@ -162,7 +162,7 @@ class BlueprintInfo(NamedTuple):
         name (str): name of the blueprint, as `esper blueprints` lists it
         tap (str): what its seeds read: 'here', 'before' or 'input' (see `Tap`)
         sensors (names): growth sensors that tell what its seeds could learn at a slot, in the order of
-            `tamiyo.policy.features.PROSPECTS`
+            `tamiyo.policy.observation.PROSPECTS`
         copies (bool): whether its seeds are further blocks of a stack, as in `esper.Growth`
     """
 

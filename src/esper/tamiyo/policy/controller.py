@@ -20,9 +20,18 @@ from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Space
 from esper.leyline.records import brief
 from esper.store.disk import Retry, checksum_of, find_folder, read_kept, sha256_of, write_folder, write_once
-from esper.tamiyo.policy.features import GLOBAL, PROSPECTS, slot_features
 from esper.tamiyo.policy.network import Batch, FactoredRecurrentActorCritic
-from esper.tamiyo.policy.observation import Inputs, Moments, Normaliser, Observation, input_names, normalise
+from esper.tamiyo.policy.observation import (
+    GLOBAL,
+    PROSPECTS,
+    Inputs,
+    Moments,
+    Normaliser,
+    Observation,
+    input_names,
+    normalise,
+    slot_features,
+)
 from esper.tamiyo.policy.packages import INNER
 
 VERSION = 2

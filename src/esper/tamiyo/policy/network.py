@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.leyline.lifecycle.actions import Blend, Head, Op
-from esper.tamiyo.policy.features import PROSPECTS
+from esper.tamiyo.policy.observation import PROSPECTS
 
 Hidden = tuple[Tensor, Tensor]
 """Hidden state and cell state of the LSTM, each (E, H) float32."""

@@ -1,38 +1,353 @@
 """Observe a view as arrays of features. E environments, S slots, K blueprints, W steps of history.
 
-The tables of `features` name every column. Continuous features are nan where they were not measured. `normalise` scales them to
-zero mean and unit variance, replaces nan by 0, and adds a flag for it. Flags are 0 or 1 and are not scaled.
+The tables name every column, with its unit, its scale and its function. Continuous features are nan where they were not measured.
+`normalise` scales them to zero mean and unit variance, replaces nan by 0, and adds a flag for it. Flags are 0 or 1 and are not
+scaled.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.leyline.lifecycle.actions import Actions
-from esper.leyline.lifecycle.view import Bools, Floats, Measurements, View
-from esper.tamiyo.policy.features import (
-    GLOBAL,
-    GLOBAL_FLAGS,
-    PROSPECTS,
-    RELATIVE,
-    SLOT,
-    SLOT_FLAGS,
-    TREND,
-    WINDOWS,
-    Feature,
-    Flag,
-    Seen,
-    interactions,
-    ln,
-    prospects,
-    read,
-    sensor_feature,
-    slot_features,
-)
+from esper.leyline.lifecycle.actions import Actions, Blend, Op
+from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
+from esper.leyline.lifecycle.view import Bools, CoalitionValues, Floats, Measurements, Seeds, View
 
 Features = NDArray[np.float32]
+
+WINDOWS = (2, 6)
+"""Lengths of the windows of slopes [steps]."""
+
+
+class Seen(NamedTuple):
+    """Holds the sources of features."""
+
+    view: View  # of this step, from which the next two are taken
+    seeds: Seeds
+    measured: Measurements
+    history: "History"  # with the measurements of this step
+    interaction: Floats  # (E, S) result of `interactions`
+    interaction_age: Floats  # (E, S) result of `interactions` [steps]
+
+
+Read = Callable[[Seen], Any]
+"""Returns a column: (E,) or a number for a feature of the environment, (E, S) for a feature of a slot."""
+
+
+class Feature(NamedTuple):
+    """Describes a continuous column of an observation."""
+
+    name: str
+    unit: str
+    scale: float  # standard deviation before the first round; a tenth of it is the lower bound later
+    missing: bool  # whether the value can be absent; a flag `name?` then says whether it was measured
+    meaning: str  # description for `esper docs observation`
+    read: Read
+
+
+class Flag(NamedTuple):
+    """Describes a column that is 0 or 1."""
+
+    name: str
+    meaning: str  # the condition under which it is 1
+    read: Read
+
+
+TREND = (("metric", "1"), ("loss", "ln loss"), ("train_loss", "ln loss"))
+
+
+def _newest(column: int) -> Read:
+    return lambda seen: seen.history.trend[:, 0, column]
+
+
+def _left(seen: Seen) -> int:
+    return seen.view.steps - seen.view.step
+
+
+def _change(column: int, window: int) -> Read:
+    """Return the mean change per step (E,) over the measured part of a window; nan for fewer than two values."""
+
+    def read(seen: Seen) -> Floats:
+        values = seen.history.trend[..., column]  # newest first
+        known = np.isfinite(values[:, : window + 1])
+        span = known.cumprod(1).sum(1) - 1
+        oldest = np.take_along_axis(values, np.maximum(span, 0)[:, None], 1)[:, 0]
+        return np.where(span > 0, (values[:, 0] - oldest) / np.maximum(span, 1), np.nan)
+
+    return read
+
+
+def _equals(name: str, value: int) -> Read:
+    column = attrgetter(name)
+    return lambda seen: column(seen) == value
+
+
+def _estimate(name: str) -> Read:
+    return attrgetter(f"measured.{name.removesuffix('_se')}.{'se' if name.endswith('_se') else 'mean'}")
+
+
+def _count(stage: Stage) -> Read:
+    return lambda seen: (seen.seeds.stage == stage).sum(1)
+
+
+def _blended(blend: Blend) -> Read:
+    return lambda seen: (seen.seeds.blend == blend) & (seen.seeds.blueprint >= 0)
+
+
+def _depth(seen: Seen) -> Floats:
+    return np.linspace(0, 1, len(seen.view.space.slots))
+
+
+GLOBAL: tuple[Feature, ...] = (
+    Feature("time_left", "1", 1.0, False, "share of the episode that is left", lambda s: _left(s) / s.view.steps),
+    Feature("steps_left", "ln steps", 3.0, False, "ln(1 + steps left)", lambda s: np.log1p(_left(s))),
+    Feature("metric", "1", 1.0, True, "metric on the probe split, every seed at its dose", _newest(0)),
+    Feature("loss", "ln loss", 1.0, True, "logarithm of the probe loss", _newest(1)),
+    Feature("train_loss", "ln loss", 1.0, True, "logarithm of the mean training loss of the step", _newest(2)),
+    *(
+        Feature(
+            f"{name}_slope_{window}",
+            f"{unit} / step",
+            0.1,
+            True,
+            f"change of {name} per step, over up to {window} steps",
+            _change(column, window),
+        )
+        for column, (name, unit) in enumerate(TREND)
+        for window in WINDOWS
+    ),
+    Feature(
+        "generalisation_gap",
+        "ln loss",
+        1.0,
+        True,
+        "ln probe loss - ln training loss",
+        lambda s: s.history.trend[:, 0, 1] - s.history.trend[:, 0, 2],
+    ),
+    Feature(
+        "gradient_norm",
+        "ln norm",
+        2.0,
+        True,
+        "gradient norm of the host, mean over the step",
+        lambda s: ln(s.measured.gradient_norm),
+    ),
+    Feature("host_params", "ln parameters", 3.0, False, "size of the host", lambda s: np.log(s.view.host_params)),
+    Feature(
+        "added_params",
+        "1",
+        0.5,
+        False,
+        "ln(1 + added / host parameters)",
+        lambda s: np.log1p(s.view.added_params / s.view.host_params),
+    ),
+    Feature(
+        "seeds_left",
+        "seeds",
+        2.0,
+        False,
+        "number of seeds that can be planted within the budget",
+        lambda s: s.view.space.max_seeds - among(s.seeds.stage, IN_BUDGET).sum(1),
+    ),
+    Feature(
+        "sensor_age",
+        "1",
+        0.5,
+        False,
+        "steps since the growth sensors were computed / steps of an episode",
+        lambda s: s.measured.sensor_age / s.view.steps,
+    ),
+    *(
+        Feature(f"seeds_{stage.name.lower()}", "seeds", 1.0, False, f"slots in {stage.name}", _count(stage))
+        for stage in Stage
+    ),
+)
+"""Continuous features of an environment."""
+
+GLOBAL_FLAGS: tuple[Flag, ...] = (
+    *(Flag(f"last_{op.name.lower()}", f"the last decision was {op.name}", _equals("history.op", op)) for op in Op),
+    Flag("last_accepted", "the last decision was accepted", lambda s: s.history.accepted),
+    Flag("first_step", "there was no decision yet", lambda s: s.history.op < 0),
+)
+"""Flags of an environment: the last operation, whether it was accepted, and whether there was none."""
+
+_ESTIMATES = (
+    ("contribution", "metric", 0.1, "metric with every seed at its dose, minus the metric without the seed"),
+    ("contribution_se", "metric", 0.05, "standard error of contribution"),
+    ("contribution_loss", "loss", 0.1, "loss without the seed, minus the loss with every seed at its dose"),
+    ("gain", "loss", 0.1, "incubation gain: loss with every seed at its dose, minus the loss with this seed at dose 1"),
+    ("gain_se", "loss", 0.05, "standard error of gain"),
+    (
+        "gain_metric",
+        "metric",
+        0.1,
+        "metric with the incubating seed at dose 1, minus the metric with every seed at its dose",
+    ),
+)
+"""Name, unit, scale and meaning of those features of a slot that are an `Estimate` of the measurements."""
+
+SLOT: tuple[Feature, ...] = (
+    Feature(
+        "age", "1", 0.2, False, "steps in the current stage / steps of an episode", lambda s: s.seeds.age / s.view.steps
+    ),
+    Feature(
+        "life", "1", 0.2, False, "steps since germination / steps of an episode", lambda s: s.seeds.life / s.view.steps
+    ),
+    Feature("alpha", "1", 1.0, False, "alpha of the seed; the dose of a live seed", lambda s: s.seeds.alpha),
+    Feature("ramp_target", "1", 1.0, False, "alpha at the end of the ramp", lambda s: s.seeds.ramp[..., 1]),
+    Feature("ramp_length", "steps", 4.0, False, "length of the ramp", lambda s: s.seeds.ramp[..., 2]),
+    *(Feature(name, unit, scale, True, meaning, _estimate(name)) for name, unit, scale, meaning in _ESTIMATES),
+    Feature(
+        "interaction",
+        "metric",
+        0.1,
+        True,
+        "value that the seed adds to all other live seeds, minus the value that it adds alone",
+        lambda s: s.interaction,
+    ),
+    Feature(
+        "interaction_age",
+        "1",
+        0.2,
+        True,
+        "steps since the coalitions were measured / steps of an episode",
+        lambda s: s.interaction_age / s.view.steps,
+    ),
+    Feature(
+        "seed_gradient",
+        "ln norm",
+        2.0,
+        True,
+        "gradient norm of the seed, mean over the step",
+        lambda s: ln(s.measured.seed_gradient_norm),
+    ),
+    Feature("depth", "1", 0.5, False, "position of the slot, 0 the first and 1 the last", _depth),
+    Feature(
+        "width", "ln features", 1.0, False, "width of the stream", lambda s: np.log(np.maximum(s.view.space.width, 1))
+    ),
+    Feature(
+        "participation_probe",
+        "1",
+        0.3,
+        True,
+        "participation ratio of the stream on the probe split / its width",
+        lambda s: s.measured.participation,
+    ),
+)
+"""Continuous features of a slot. Those of the growth sensors follow them, in the order of `Space.sensors`."""
+
+SLOT_FLAGS: tuple[Flag, ...] = (
+    *(Flag(stage.name.lower(), f"the slot is {stage.name}", _equals("seeds.stage", stage)) for stage in Stage),
+    *(Flag(f"blend_{blend.name.lower()}", f"its seed blends by {blend.name}", _blended(blend)) for blend in Blend),
+    Flag("doomed", "its seed ramps down to be pruned", lambda s: s.seeds.doomed),
+)
+"""Flags of a slot: its stage, its blend, and whether its seed ramps down to be pruned."""
+
+RELATIVE = "_relative"
+"""Suffix of relative features: the value minus its mean over the slots where it was measured."""
+
+
+def slot_features(sensors: Sequence[str]) -> tuple[Feature, ...]:
+    """Return the continuous features of a slot: first the raw ones, then the relative ones."""
+    raw = (*SLOT, *(sensor_feature(name) for name in sensors))
+    relative = (
+        feature._replace(name=feature.name + RELATIVE, meaning="the raw feature minus its mean over the slots")
+        for feature in raw
+    )
+    return (*raw, *relative)
+
+
+PROSPECTS = (
+    ("heldout", "the energy of the gradient that its kind of map explains on held-out examples"),
+    ("explained", "the same on the examples that the map was fitted to"),
+    ("map_gradient", "gradient norm of a zero linear map that reads what it reads"),
+)
+"""What growth sensors tell of a blueprint at a slot: the name, and its meaning. `BlueprintInfo.sensors` are in this order."""
+
+
+def prospects(seen: Seen) -> Floats:
+    """Return what the sensors tell of each blueprint of the menu at each slot, (E, S, K, 3); nan where nothing was measured.
+
+    The sensors of two blueprints are compared with each other, which those of a slot alone do not allow.
+    """
+    space = seen.view.space
+    shape = len(seen.view.host_params), len(space.slots)
+    values = np.full((*shape, len(space.blueprints), len(PROSPECTS)), np.nan)
+    told = {name for info in space.blueprints for name in info.sensors}.intersection(space.sensors)
+    read_once = {name: sensor_feature(name).read(seen) for name in told}  # many blueprints share their sensors
+    for k, info in enumerate(space.blueprints):
+        for column, name in enumerate(info.sensors):
+            if name in read_once:
+                values[:, :, k, column] = read_once[name]
+    return values
+
+
+def read(columns: Sequence[Feature | Flag], seen: Seen, shape: tuple[int, ...]) -> Floats:
+    """Return the columns of a table, (*shape, columns)."""
+    values = [np.broadcast_to(np.asarray(column.read(seen), np.float64), shape) for column in columns]
+    return np.stack(values, -1)
+
+
+def interactions(table: CoalitionValues | None, step: int, life: NDArray[np.int32]) -> tuple[Floats, Floats]:
+    """Compute [v(N) - v(N - {i})] - [v({i}) - v(0)] for each live seed i, and the age of the table [steps], each (E, S).
+
+    N is the set of all live seeds. For two seeds the value is their pairwise interaction. It is nan where a coalition was not
+    evaluated, where fewer than two seeds were live, and where the seed that was live has been removed.
+    """
+    envs, slots = shape = life.shape
+    interaction, age = np.full((2, *shape), np.nan)
+    if table is None or not len(table.env):
+        return interaction, age
+    bit = np.left_shift(1, np.arange(slots))
+    live = table.live[:envs]
+    every = (live * bit).sum(1)
+
+    def value(mask: NDArray[np.int64]) -> Floats:
+        """Return v (E, S) of a mask for each environment and slot; nan where the coalition was not evaluated."""
+        code, asked = table.env << slots | table.mask, np.arange(envs)[:, None] << slots | mask
+        order = np.argsort(code)
+        place = np.searchsorted(code[order], asked).clip(max=len(code) - 1)
+        at = order[place]
+        return np.where(code[at] == asked, table.metric[at], np.nan)
+
+    nobody = np.zeros(shape, np.int64)
+    whole = nobody + every[:, None]
+    worth: Floats = value(whole) - value(whole & ~bit) - value(nobody + bit) + value(nobody)
+    # not a seed that was planted since the table
+    several = live & (live.sum(1) > 1)[:, None] & (life > step - table.step)
+    interaction[several] = worth[several]
+    age[several & np.isfinite(interaction)] = step - table.step
+    return interaction, age
+
+
+def sensor_feature(name: str) -> Feature:
+    """Make a growth sensor a feature: shares as they are, held-out energies relative to the gradient's, others as logarithms."""
+
+    def sensed(seen: Seen, sensor: str = name) -> Floats:  # (E, S), nan where it is not finite
+        value = seen.measured.sensors[..., seen.view.space.sensors.index(sensor)]
+        return np.where(np.isfinite(value), value, np.nan)
+
+    def logarithm(seen: Seen) -> Floats:
+        return np.log(np.maximum(sensed(seen), 1e-8))
+
+    def energy_share(seen: Seen) -> Floats:
+        if "gradient_rms" not in seen.view.space.sensors:
+            return logarithm(seen)
+        return np.clip(sensed(seen) / np.maximum(sensed(seen, "gradient_rms") ** 2, 1e-12), -1, 1)
+
+    if name.startswith(("participation", "drift")) or name in ("dead", "unsaturated"):
+        return Feature(name, "1", 0.3, True, "growth sensor (`esper docs observation`)", sensed)
+    if name.startswith("heldout_"):
+        return Feature(name, "1", 0.3, True, "growth sensor / gradient_rms^2, between -1 and 1", energy_share)
+    return Feature(name, "ln sensor", 3.0, True, "logarithm of the growth sensor", logarithm)
+
+
+def ln(values: Floats) -> Floats:
+    """Return the logarithm of values of at least 1e-6; nan stays nan."""
+    return np.log(np.maximum(values, 1e-6))
 
 
 class Observation(NamedTuple):
@@ -44,7 +359,7 @@ class Observation(NamedTuple):
     slot_flags: Features  # (E, S, Ff) flags of the slots
     blueprint: NDArray[np.int64]  # (E, S) index into the menu; -1 for an empty slot
     cost: Features  # (E, S, K) ln(1 + parameters of the blueprint / host parameters)
-    # (E, S, K, 3) what the growth sensors tell of each blueprint at each slot (`features.PROSPECTS`)
+    # (E, S, K, 3) what the growth sensors tell of each blueprint at each slot (`PROSPECTS`)
     prospects: Features
 
 
