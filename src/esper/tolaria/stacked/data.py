@@ -267,9 +267,9 @@ class SharedBatchIterator:
         if self.reader is None:
             self._index = self.orders.at(self.batch)
         else:  # the examples in memory become those of this batch
-            found = self.reader.take(self.batch, self.orders.at)
-            self.x = map_leaves(self._sent, found.x)
-            self.y, self._index = self._sent(found.y), self._sent(found.place)
+            self.x, self.y, self._index = (
+                map_leaves(self._sent, each) for each in self.reader.take(self.batch, self.orders.at)
+            )
         if self.pixels is not None and self.pixels.varies:
             keys = key(self._seed, Purpose.AUGMENT, self._instance, self._episode, self.batch)
             self._drawn = draws(keys, self.batch_size, self._device)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -179,12 +179,6 @@ def sound_splits(splits: Sequence[Split], task: AnyTask, config: Config) -> list
     return [found[place] for place in places.tolist()]
 
 
-@cache
-def share(passes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return 1 / passes, the gradient of the loss of a pass in an update that sums so many."""
-    return torch.ones((), dtype=dtype, device=device) / passes
-
-
 @torch.no_grad()
 def differentiated(objective: Objective, output: Tensor, target: Tensor) -> Differentiated:
     """Return losses (n, B), and a function from their gradient to that of the output, by autograd if an objective has none."""
@@ -224,6 +218,8 @@ class StackedPopulation:
         self._trained: tuple[Any, ...] | None = None
         self._taught: Sequence[IntactStreams] | None = None  # of the present instances
         self._dtype = dtype_of(_drawn(task.largest))
+        # the gradient of the loss of a pass in an update that sums several
+        self._one = torch.ones((), dtype=self._dtype, device=self.device) / config.optimizer.accumulation_steps
         self._load(instance)
         self.widenings = widenings
         if any(len(shape) > 1 for shape in shape_leaves(task.inputs)):
@@ -347,7 +343,7 @@ class StackedPopulation:
         def trains(result: Tensor) -> bool:
             return result.requires_grad or (tape is not None and tape.wants(result))
 
-        one = share(config.optimizer.accumulation_steps, body.dtype, body.device)
+        one = self._one
         means, gradients = [], []
         for output, target, of_examples, of_rows in outputs:
             output = output.to(body.dtype)

@@ -7,7 +7,6 @@ from concurrent.futures import Future, wait
 from functools import partial
 from threading import Event, Lock
 from time import perf_counter, thread_time
-from typing import NamedTuple
 from weakref import WeakSet, finalize
 
 import numpy as np
@@ -44,12 +43,9 @@ PATIENCE = 5.0
 """How long the exit of the process waits for a batch that is being read [seconds]."""
 
 
-class SourceBatch(NamedTuple):
-    """Holds a batch of every row, on the CPU."""
-
-    x: Batch  # leaves (n, ...) of the examples that the rows need, each once
-    y: Tensor  # (n, ...)
-    place: Tensor  # (E, B) int64, the place of each row's examples among them
+SourceBatch = tuple[Batch, Tensor, Tensor]
+"""A batch of every row, on the CPU: leaves x (n, ...) and y (n, ...) of the examples that the rows need, each once, and (E, B)
+int64 the place of each row's examples among them."""
 
 
 class BatchReader:
@@ -228,8 +224,9 @@ def _batches(
     wanted, workers = requests(), source.workers
     splits = read_by_workers(read, wanted, workers, source.name, done) if workers else map(read_here, wanted)
     for split in splits:
-        batch = SourceBatch(split.x, split.y, indices.popleft())
-        yield SourceBatch(*(map_leaves(Tensor.pin_memory, each) for each in batch)) if pinned else batch
+        batch = split.x, split.y, indices.popleft()
+        x, y, place = (map_leaves(Tensor.pin_memory, each) for each in batch) if pinned else batch
+        yield x, y, place
 
 
 def _read(source: Source, lay_out: Callable[[Split], Split], places: NDArray[np.int64]) -> Split:
