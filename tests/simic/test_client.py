@@ -15,7 +15,7 @@ from esper.simic.ppo import PPO
 from esper.simic.rewards import get_reward, total, worths
 from esper.simic.rollout import ShardedRollout
 from esper.tamiyo.policy.controller import Language, Policy
-from esper.tamiyo.policy.distribution import judge
+from esper.tamiyo.policy.network import judge
 from esper.tolaria.engine import VectorizedEngine
 from populations import MENU, blobs, small_config
 

@@ -17,8 +17,7 @@ from esper.simic.rewards import get_reward
 from esper.simic.rollout import ShardedRollout
 from esper.tamiyo.policy.actor import Learned
 from esper.tamiyo.policy.controller import FACTS, Language, Policy, load_policy, save_policy
-from esper.tamiyo.policy.distribution import GREEDY, judge
-from esper.tamiyo.policy.network import EMBEDDING
+from esper.tamiyo.policy.network import EMBEDDING, GREEDY, judge
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import Until, play
 from populations import blobs, small_config

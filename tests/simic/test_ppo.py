@@ -13,8 +13,7 @@ from esper.simic.ppo import PPO, LearningError, advantages, anneal, policy_loss,
 from esper.simic.rollout import ShardedRollout, TamiyoRolloutBuffer
 from esper.tamiyo.policy.actor import Learned
 from esper.tamiyo.policy.controller import Language, Policy
-from esper.tamiyo.policy.distribution import judge
-from esper.tamiyo.policy.network import Batch, FactoredRecurrentActorCritic
+from esper.tamiyo.policy.network import Batch, FactoredRecurrentActorCritic, judge
 from esper.tamiyo.policy.observation import PROSPECTS
 from esper.tolaria.engine import VectorizedEngine
 from populations import blobs, small_config

@@ -7,7 +7,7 @@ import torch
 from esper.leyline.lifecycle.actions import Actions, Head
 from esper.simic.rollout import Rollout, TamiyoRolloutBuffer
 from esper.tamiyo.policy.actor import ActorOutput
-from esper.tamiyo.policy.distribution import SampledDecision
+from esper.tamiyo.policy.network import SampledDecision
 from esper.tamiyo.policy.observation import Observation
 
 T, E, S, K = 3, 4, 2, 3

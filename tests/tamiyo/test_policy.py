@@ -10,8 +10,15 @@ from esper.leyline.lifecycle.actions import RELEVANT, Actions, Head, Op
 from esper.leyline.lifecycle.masks import choices
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import take
-from esper.tamiyo.policy.distribution import GREEDY, decide, judge, probabilities
-from esper.tamiyo.policy.network import Batch, Encoded, FactoredRecurrentActorCritic
+from esper.tamiyo.policy.network import (
+    GREEDY,
+    Batch,
+    Encoded,
+    FactoredRecurrentActorCritic,
+    decide,
+    judge,
+    probabilities,
+)
 from esper.tamiyo.policy.observation import PROSPECTS
 
 SHAPES = {"env": 5, "slot": 7, "blueprints": 3, "tempos": 5, "targets": 4}

@@ -17,7 +17,7 @@ from esper.simic.ppo import PPO
 from esper.simic.rewards import StatefulReward, paid, total
 from esper.simic.rollout import Rollout, ShardedRollout, TamiyoRolloutBuffer
 from esper.tamiyo.policy.actor import ActorOutput, Learned
-from esper.tamiyo.policy.distribution import GREEDY
+from esper.tamiyo.policy.network import GREEDY
 from esper.tamiyo.policy.packages import as_package
 
 

@@ -24,8 +24,7 @@ from esper.leyline.lifecycle.actions import RELEVANT, Head, Op
 from esper.simic.exchange import Exchange, ExchangeError
 from esper.simic.rollout import Rollout, ShardedRollout, take
 from esper.tamiyo.policy.controller import Policy
-from esper.tamiyo.policy.distribution import GREEDY, Judged, judge
-from esper.tamiyo.policy.network import Batch, full_precision
+from esper.tamiyo.policy.network import GREEDY, Batch, Judged, full_precision, judge
 from esper.tamiyo.policy.observation import Moments, Normaliser, Observation
 
 TOLERANCE = 1e-5

@@ -14,8 +14,7 @@ from esper.leyline.lifecycle.verdicts import Refusal
 from esper.leyline.lifecycle.view import Masks, Outcome, View
 from esper.leyline.protocols import Judgement
 from esper.tamiyo.policy.controller import Policy
-from esper.tamiyo.policy.distribution import GREEDY, SampledDecision, decide
-from esper.tamiyo.policy.network import full_precision
+from esper.tamiyo.policy.network import GREEDY, SampledDecision, decide, full_precision
 from esper.tamiyo.policy.observation import History, Observation, observe
 from esper.tamiyo.policy.packages import Opened, package_costs, package_reasons, unpacked, with_packages
 from esper.tamiyo.rules.baselines import Rule, draws
