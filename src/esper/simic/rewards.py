@@ -261,13 +261,8 @@ class Escrow:
 
 def get_reward(config: RewardConfig) -> Reward:
     """Return a new reward of the name in the config."""
-    match config.name:
-        case "delta":
-            return Delta(config)
-        case "sparse":
-            return Sparse(config)
-        case "escrow":
-            return Escrow(config)
+    rewards: dict[str, Callable[[RewardConfig], Reward]] = {"delta": Delta, "sparse": Sparse, "escrow": Escrow}
+    return rewards[config.name](config)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class ProbeRequest(NamedTuple):
     """Names the optional measurements of a probe, beside the figures of every row."""
 
     branches: Branches  # evaluations with some seeds at another dose
-    trained: bool  # the figures of this step's training
+    trained: bool = False  # the figures of this step's training
     sensors: bool = False  # the growth sensors
     finite: bool = False  # whether the data of each row are finite
     validation: bool = False  # the validation split

@@ -28,15 +28,13 @@ class StepMeasurements(NamedTuple):
     def replaced(self, other: "StepMeasurements", rows: Bools) -> "StepMeasurements":
         """Return the results, with those of `other` in the rows that are marked in `rows` (E,), which have no unfinished seed."""
         scores = choose(rows, other.scores, self.scores)
-        return StepMeasurements(
-            choose(rows, other.measurements, self.measurements),
-            scores,
-            None if self.exported is None else choose(rows, scores, self.exported),
-            None if self.coalitions is None else without(self.coalitions, rows),
-            choose(rows, other.signs, self.signs),
-            other.data,
-            self.validation,
-            self.parameter_norms,
+        return self._replace(
+            measurements=choose(rows, other.measurements, self.measurements),
+            scores=scores,
+            exported=None if self.exported is None else choose(rows, scores, self.exported),
+            coalitions=None if self.coalitions is None else without(self.coalitions, rows),
+            signs=choose(rows, other.signs, self.signs),
+            data=other.data,
         )
 
 
@@ -48,23 +46,20 @@ def measure(
     *,
     sampling: Sampling | None = None,
     terminal: bool = False,
-    trained: bool = False,
-    sensors: bool = False,
-    finite: bool = False,
-    validation: bool = False,
     certifier: Certifier | None = None,
+    **asked: bool,
 ) -> StepMeasurements:
     """Probe every row after `step` steps. This is the one device read of a step.
 
     last: the previous measurements, whose growth sensors are kept if new ones are not due.
     sampling: how attribution samples coalitions; None if attribution is not due.
     terminal: whether the episode ends, so that the networks as exported are measured too.
-    trained, sensors, finite, validation: as in `ProbeRequest`.
     certifier: looks at the seeds on trial with fresh examples; None if this is not the measurement of a step.
+    asked: further fields of `ProbeRequest`.
     """
     wanted = coalitions(seeds, sampling, terminal=terminal)
     look = None if certifier is None else certifier.look(seeds, last)
-    figures = population.probe(seeds, ProbeRequest(wanted.branches, trained, sensors, finite, validation, look))
+    figures = population.probe(seeds, ProbeRequest(wanted.branches, look=look, **asked))
     shape, training, signs = seeds.stage.shape, figures.trained, figures.signs.T
     fresh = unmeasured(*last.sensors.shape)
     seed_norm, train_loss, host_norm = fresh.seed_gradient_norm, fresh.train_loss, None
