@@ -3,7 +3,7 @@
 import pytest
 
 from esper.leyline.config.tree import PPOConfig
-from esper.simic.anomalies import MENDS, ROUNDS, learning_anomalies
+from esper.simic.ppo import MENDS, ROUNDS, learning_anomalies
 
 HEALTHY = {
     "entropy": 2.0,

@@ -50,9 +50,8 @@ from esper.runs.training.cohort import (
 )
 from esper.runs.workers.transports import connect, give_sign, serve_rank
 from esper.runs.workers.workers import ALONE, Peers, SentTask, Stop, WorkerOptions, shared_facts, start_workers
-from esper.simic.anomalies import MENDS, learning_anomalies
 from esper.simic.exchange import Exchange, ExchangeError, divide
-from esper.simic.ppo import PPO
+from esper.simic.ppo import MENDS, PPO, learning_anomalies
 from esper.simic.rewards import get_reward, name_of_reward
 from esper.simic.rollout import Rollout, ShardedRollout
 from esper.store.checkpoint import Checkpoints
