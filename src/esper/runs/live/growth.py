@@ -42,8 +42,7 @@ from esper.runs.live.anytime import AnytimeGrowth
 from esper.runs.verdict import verdict_of_loop
 from esper.tamiyo.catalog import find_controller, with_sensors
 from esper.tolaria.engine import Engine
-from esper.tolaria.live.averages import Average
-from esper.tolaria.live.grafts import GrowthMode
+from esper.tolaria.live.grafts import Average, GrowthMode
 from esper.tolaria.live.groups import Groups, unwrapped
 from esper.tolaria.live.population import LivePopulation
 from esper.tolaria.live.probe import Batches, Loss, Probe, examples_in

@@ -33,8 +33,7 @@ from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.stages import ADDED, LIVE, Stage, among
 from esper.leyline.lifecycle.streams import Stream
 from esper.leyline.lifecycle.view import MISSING, Bools, Seeds, choose
-from esper.tolaria.live.averages import Average
-from esper.tolaria.live.grafts import Grafts
+from esper.tolaria.live.grafts import Average, Grafts
 from esper.tolaria.live.groups import Groups, placed_moments
 from esper.tolaria.live.incubation import Incubation
 from esper.tolaria.live.missing import missing, read_sites
