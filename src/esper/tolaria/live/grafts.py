@@ -331,26 +331,18 @@ class Grafts:
     def tensors(self) -> dict[str, Tensor]:
         """Return parameters and buffers of the network and its copies, by name, without free seats; they share memory."""
         found: dict[str, Tensor] = {}
-        for index, network in enumerate((self.network, *self.copies)):
-            reshard(network)
+        for first, network, named in self._named():
             seats = [seat for seat in _seats(network) if not seat.taken]
             free = {id(tensor) for seat in seats for tensor in (*seat.parameters(), *seat.buffers())}
-            first = f"copy.{index}." if index else ""
-            for name, tensor in (*network.named_parameters(), *network.named_buffers()):
-                if id(tensor) not in free:
-                    found[first + name] = tensor
+            found |= {first + name: tensor for name, tensor in named if id(tensor) not in free}
         return found
 
     def tensors_with(self, seeds: Mapping[str, Sequence[Any]]) -> dict[str, Tensor]:
         """Return what `tensors` would return behind `rebuild`; tensors of seeds that are not there have any values."""
         slots = {site.name: slot for slot, site in enumerate(self.sites)}
         found: dict[str, Tensor] = {}
-        for index, network in enumerate((self.network, *self.copies)):
-            reshard(network)
-            first = f"copy.{index}." if index else ""
-            for name, tensor in (*network.named_parameters(), *network.named_buffers()):
-                if not self.holds(name):
-                    found[first + name] = tensor
+        for first, network, named in self._named():
+            found |= {first + name: tensor for name, tensor in named if not self.holds(name)}
             for site, (blueprint, blend, *_) in seeds.items():
                 entry, bank = self.menu[blueprint], bank_at(network, site)
                 seed: nn.Module = (
@@ -391,6 +383,13 @@ class Grafts:
             self.compilations.changed()
 
     # Inside.
+
+    def _named(self) -> Iterator[tuple[str, nn.Module, list[tuple[str, Tensor]]]]:
+        """Yield the network and its copies: how the names of its tensors begin, and its parameters and buffers by name."""
+        for index, network in enumerate((self.network, *self.copies)):
+            reshard(network)
+            named = [*network.named_parameters(), *network.named_buffers()]
+            yield f"copy.{index}." if index else "", network, named
 
     def _drop_later(self) -> None:
         if self.ranks.size > 1 and not self._due:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -176,20 +175,16 @@ def gradients(
         for (at, _, rows, place), gradient in zip(leaves, found, strict=True)
         if gradient is not None
     ]
-    if not parts:
-        return [], []
     parts.sort(key=lambda part: (part[0].stack, part[0].rows.start, part[0].rows.stop, part[0].columns.start))
-    breaks = [
-        i + 1
-        for i, ((a, _), (b, _)) in enumerate(pairwise(parts))
-        if (a.stack, a.rows, a.columns.stop) != (b.stack, b.rows, b.columns.start)
-    ]
-    ends = [0, *breaks, len(parts)]
-    groups = [parts[start:stop] for start, stop in pairwise(ends)]
-    runs = [
-        group[0][0]._replace(columns=slice(group[0][0].columns.start, group[-1][0].columns.stop)) for group in groups
-    ]
-    return runs, [torch.cat([gradient for _, gradient in group], 1) for group in groups]
+    runs, groups = list[ColumnRun](), list[list[Tensor]]()
+    for run, gradient in parts:
+        if runs and (runs[-1].stack, runs[-1].rows, runs[-1].columns.stop) == (run.stack, run.rows, run.columns.start):
+            runs[-1] = run._replace(columns=slice(runs[-1].columns.start, run.columns.stop))
+            groups[-1].append(gradient)
+        else:
+            runs.append(run)
+            groups.append([gradient])
+    return runs, [torch.cat(group, 1) for group in groups]
 
 
 Playback = tuple[Callable[[], None], Sequence[Tensor]]
