@@ -11,7 +11,7 @@ from esper.leyline.config.tree import GovernorConfig
 from esper.leyline.lifecycle.actions import Actions, Head
 from esper.leyline.lifecycle.masks import offered, only_wait
 from esper.leyline.lifecycle.verdicts import Refusal
-from esper.leyline.lifecycle.view import Floats, Outcome, View
+from esper.leyline.lifecycle.view import Floats, Outcome, View, choose
 from esper.leyline.protocols import Controller, Judgement, Reward
 from esper.simic.ppo import PPO
 from esper.simic.rewards import StatefulReward, paid, total
@@ -138,8 +138,8 @@ class Apprentice(SimicClient):
         valid = offered(only_wait(self.masks(view), output.idle), taught)
         lesson = output.decision._replace(actions=taught, valid=valid, log_prob=torch.zeros(len(output.idle)))
         self.record(view, output._replace(decision=lesson))
-        pairs = zip(taught, output.decision.actions, strict=True)
-        return Actions(*(np.where(self._follows, *pair) for pair in pairs))
+        carried: Actions = choose(self._follows, taught, output.decision.actions)
+        return carried
 
     def store(self, outcome: Outcome) -> None:
         super().store(outcome)

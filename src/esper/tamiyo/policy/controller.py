@@ -18,7 +18,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Blend, Op
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Space
-from esper.leyline.records import brief
+from esper.leyline.records import as_tree, brief, from_tree
 from esper.store.disk import Retry, checksum_of, find_folder, read_kept, sha256_of, write_folder, write_once
 from esper.tamiyo.policy.network import Batch, FactoredRecurrentActorCritic
 from esper.tamiyo.policy.observation import (
@@ -147,8 +147,7 @@ class Policy:
 
     def state(self) -> dict[str, Any]:
         """Return the weights and moments as a tree of arrays. The tensors share memory with the policy."""
-        moments = {part: getattr(self.normaliser, part)._asdict() for part in Normaliser._fields}
-        return {"network": dict(self.network.state_dict()), "normaliser": moments}
+        return {"network": dict(self.network.state_dict()), "normaliser": as_tree(self.normaliser)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore a `state`. ValueError if it belongs to a policy of other shapes."""
@@ -156,7 +155,7 @@ class Policy:
             self.network.load_state_dict(state["network"])
         except RuntimeError as error:  # torch raises it for missing names and other shapes
             raise ValueError(" ".join(str(error).split())[:160]) from None
-        self.normaliser = Normaliser(*(Moments(**state["normaliser"][part]) for part in Normaliser._fields))
+        self.normaliser = from_tree(self.normaliser, state["normaliser"], "normaliser")
 
     def batch(self, observation: Observation, menu: Sequence[str]) -> Batch:
         """Turn an observation (T, E, ...) into inputs on the device of the weights.

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from esper.leyline.lifecycle.actions import Actions, Blend, Op
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
-from esper.leyline.lifecycle.view import Bools, CoalitionValues, Floats, Measurements, Seeds, View
+from esper.leyline.lifecycle.view import Bools, CoalitionValues, Floats, Measurements, Seeds, View, choose
 
 Features = NDArray[np.float32]
 
@@ -387,12 +387,8 @@ class History(NamedTuple):
 
     def reset(self, rows: Bools) -> "History":
         """Return the history, emptied in the environments that are marked in `rows` (E,)."""
-        fresh = History.empty(len(rows))
-        return History(
-            np.where(rows[:, None, None], fresh.trend, self.trend),
-            np.where(rows, fresh.op, self.op),
-            np.where(rows, fresh.accepted, self.accepted),
-        )
+        emptied: History = choose(rows, History.empty(len(rows)), self)
+        return emptied
 
 
 def observe(view: View, history: History) -> Observation:
@@ -445,11 +441,10 @@ class Moments(NamedTuple):
         total = np.maximum(self.n + other.n, 1)
         shift, some = other.mean - self.mean, other.n > 0
         joint = self.var * self.n + other.var * other.n + shift**2 * self.n * other.n / total
-        return Moments(
-            np.where(some, self.mean + shift * other.n / total, self.mean),
-            np.where(some, joint / total, self.var),
-            self.n + other.n,
+        merged: Moments = choose(
+            some, Moments(self.mean + shift * other.n / total, joint / total, self.n + other.n), self
         )
+        return merged
 
 
 class Normaliser(NamedTuple):

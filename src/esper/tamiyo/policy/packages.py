@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from esper.leyline.lifecycle.actions import Actions, Ints, Op
-from esper.leyline.lifecycle.view import Bools, Floats, Masks, Space, View
+from esper.leyline.lifecycle.view import Bools, Floats, Masks, Space, View, choose
 
 INNER = "bypass-rank-1"
 """Its price at a slot tells whether the segment before the slot keeps the width of the stream."""
@@ -85,13 +85,7 @@ def unpacked(view: View, chosen: Actions, names: Sequence[str], opened: Opened) 
     place = (opened.slots * (1 + cost)).argmax(1)
     more = seed._replace(op=np.full(len(envs), int(Op.GERMINATE)), slot=place)
     left = opened.slots & (np.arange(len(space.slots)) != place[:, None])
-    return (
-        Actions(*(np.where(goes_on, *pair) for pair in zip(more, first, strict=True))),
-        Opened(
-            np.where(opens[:, None], others, left),
-            Actions(*(np.where(opens, *pair) for pair in zip(first, seed, strict=True))),
-        ),
-    )
+    return choose(goes_on, more, first), choose(opens, Opened(others, first), Opened(left, seed))
 
 
 def package_reasons(view: View, chosen: Actions, carried: Actions, opened: Opened) -> list[str | None]:
