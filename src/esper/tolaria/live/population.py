@@ -138,6 +138,8 @@ class LivePopulation:
     network: the grafted network. grafts: the seeds in it, and in its moving averages.
     """
 
+    waits = None  # the loop reads its own batches
+
     def __init__(
         self,
         network: nn.Module,
@@ -196,10 +198,6 @@ class LivePopulation:
             frozen=np.zeros(1, bool),  # set when growth begins
             stacks=tuple(stack_of(site.after) for site in self.sites) if self.grafts.blocks else (),
         )
-
-    @property
-    def waits(self) -> None:
-        """None: the loop reads its own batches."""
 
     def begin(self, instance: Indices, episode: int) -> None:
         """Begin with the network as it is, which has no seeds yet."""

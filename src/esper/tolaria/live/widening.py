@@ -110,7 +110,8 @@ def widen(
     unused = _unused(model, example)
     groups = {min(hidden.writers): hidden for hidden in found_hidden}
     asked = _asked(model, groups, to)
-    before, shapes = dict(model.named_parameters()), _shapes(model)
+    before = dict(model.named_parameters())
+    shapes = {name: own.shape for name, own in chain(model.named_parameters(), model.named_buffers())}
     networks, optimizers = (model, *averages(ema, model)), () if optimizer is None else each_of(optimizer)
     for own in optimizers:
         check_optimizer(own, before)
@@ -150,28 +151,19 @@ def widen(
                 f"it took no part on the example and has {min(same)} features; give an example on which it does"
             )
     follow(optimizers, before, dict(model.named_parameters()))
-    _warn_unsaved(model, shapes)
-    return Widened(widths, left_out, way)
-
-
-def _shapes(model: nn.Module) -> dict[str, torch.Size]:
-    return {name: own.shape for name, own in chain(model.named_parameters(), model.named_buffers())}
-
-
-def _warn_unsaved(model: nn.Module, before: Mapping[str, torch.Size]) -> None:
-    """Say which tables have become wider that are not saved with the network, as positions that are computed."""
     left = getattr(model, "_keys_to_ignore_on_save", None) or []  # of transformers
-    for name, shape in _shapes(model).items():
+    for name, own in chain(model.named_parameters(), model.named_buffers()):
         path, _, entry = name.rpartition(".")
-        unsaved = entry in model.get_submodule(path)._non_persistent_buffers_set or any(
-            re.search(key, name) for key in left
-        )
-        if unsaved and shape != before[name]:
+        part = model.get_submodule(path)
+        # tables that are not saved with the network, as positions that are computed
+        unsaved = entry in part._non_persistent_buffers_set or any(re.search(key, name) for key in left)
+        if unsaved and own.shape != shapes[name]:
             warn(
                 f"{name} is wider too, but is not saved with the {type(model).__name__}, and a network that is built with the "
                 "new widths would compute other values for it; save it beside the network, and put it back behind loading",
                 GrowthWarning,
             )
+    return Widened(widths, left_out, way)
 
 
 def check_growable(model: Any, name: str) -> None:

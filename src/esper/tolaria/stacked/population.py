@@ -404,10 +404,6 @@ class StackedPopulation:
             self.skipped += updates
         return TrainedFigures(loss, host, others, owners, norms, updates)
 
-    @property
-    def fresh(self) -> Sequence[Indices]:
-        return self.data.set_aside
-
     def tainted(self, rows: Indices, step: int) -> list[int]:
         found = self.feed.nonfinite(rows, self.config.data.batches_per_step)
         if found and self.config.data.nonfinite == "stop":
@@ -513,7 +509,7 @@ class StackedPopulation:
     def _load(self, instance: Indices) -> None:
         self._taught = None
         self.data = ResidentData(self.task, self.config, instance, self.device, self._dtype)
-        self.feed = self.data.feed
+        self.feed, self.fresh = self.data.feed, self.data.set_aside
 
     def _set_widths(self, widened: int) -> None:
         """Make an empty body for hosts that were widened so many times."""
