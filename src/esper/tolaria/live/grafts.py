@@ -84,7 +84,6 @@ class Average:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state`."""
         for name, part, attribute, value in list(self._attributes()):
             saved = state[name]
             if isinstance(value, Tensor) and isinstance(saved, Tensor) and value.shape == saved.shape:

@@ -145,12 +145,10 @@ class Incubation:
         return found
 
     def state(self) -> dict[str, Any]:
-        """Return the state between two steps."""
         norms = {name: {"sum": total.clone(), "count": number} for name, (total, number) in self._norms.items()}
         return {"straight": self.straight, "passes": self._usual, "norms": norms}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned."""
         self.straight, self._usual = bool(state["straight"]), int(state["passes"])
         self._norms = {name: (entry["sum"].clone(), int(entry["count"])) for name, entry in state["norms"].items()}
 

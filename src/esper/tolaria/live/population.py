@@ -123,7 +123,6 @@ class Twin:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state`."""
         self.tensors = {name: tensor for name, tensor in self.tensors.items() if name in state["tensors"]}
         for name, own in self.tensors.items():
             own.copy_(state["tensors"][name])
@@ -241,7 +240,6 @@ class LivePopulation:
                 twin.train(batch, self.probe_batches)
 
     def probe(self, seeds: Seeds, asked: ProbeRequest) -> Figures:
-        """Measure the network as it is now: one read of the device."""
         trained = self.incubation.norms() if asked.trained else None
         figures: Figures | None = None
         if self.ranks.first or self.ranks.together:
@@ -282,7 +280,6 @@ class LivePopulation:
         return np.array([self.absorbed_params + int(price.sum())])
 
     def price(self, rows: Indices, slot: Indices, blueprint: Indices, blend: NDArray[np.integer[Any]]) -> Indices:
-        """Return (n,) the parameters that seeds would add, the gate where it is used."""
         return np.array(
             [
                 self.grafts.cost(s, k, Blend(b))
@@ -315,7 +312,6 @@ class LivePopulation:
         return 4 * size * int(self.price(slot, slot, blueprint, np.full(len(slot), Blend.ADD)).sum())
 
     def keeper(self, seeds: Seeds) -> Keeper:
-        """Return an empty place for one earlier moment."""
         return _Kept(self, seeds)
 
     def snapshot(self) -> dict[str, Any]:
@@ -508,7 +504,6 @@ class _Kept:
         self.averages: list[dict[str, Any]] = []
 
     def take(self, seeds: Seeds, rows: Bools, step: int) -> None:
-        """Keep the network as it is after `step` steps."""
         if not rows[0]:
             return
         self.seeds, self.step[0] = seeds, step
@@ -541,7 +536,6 @@ class _Kept:
         return choose(rows, kept, seeds)
 
     def state(self, now: int) -> dict[str, Any]:
-        """Return the snapshot as a tree of tensors, after `now` steps of the episode."""
         return {
             "seeds": self.seeds._asdict(),
             "step": self.step,
@@ -551,7 +545,6 @@ class _Kept:
         }
 
     def load_state(self, state: Mapping[str, Any], seeds: Seeds) -> None:
-        """Go on from what `state` gave."""
         self.seeds, self.step = Seeds(**state["seeds"]), np.array(state["step"])
         own, names = self.live.grafts.tensors(), self.live.grafts.names()
         self.tensors = {name: placed(tensor, own[name]) for name, tensor in state["tensors"].items()}
