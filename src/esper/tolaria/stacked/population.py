@@ -77,9 +77,10 @@ from esper.tolaria.stacked.optimizer import (
 class ResidentData:
     """Holds the problems of R rows, on the device: train splits, and the examples that rows are measured on.
 
-    A problem that several instances share is held once. instance (R,): key of the instance of each row. feed: batches of the
-    train splits. fit: examples for the sensors. fresh: examples for certified keeps. set_aside: for each row, digests (N,) of its
-    fresh examples. bounds (R, 2): metric on the probe split of the best constant prediction, and of the perfect prediction.
+    A problem that several instances share is held once. instance (R,): key of the instance of each row. row (R,): place of its
+    problem in `problems`. feed: batches of the train splits. fit: examples for the sensors. fresh: examples for certified keeps.
+    set_aside: for each row, digests (N,) of its fresh examples. bounds (R, 2): metric on the probe split of the best constant
+    prediction, and of the perfect prediction.
     """
 
     def __init__(
@@ -97,10 +98,8 @@ class ResidentData:
             tensors = (part for split in (problem.train, problem.probe, problem.validation) for part in split)
             objects.append((id(problem.host), *map(id, tensors)))
             problems.setdefault(objects[-1], (name, problem))
-        # for each instance, in the order of their keys
-        self.problem_of = [list(problems).index(each) for each in objects]
+        row = self.row = np.array([list(problems).index(each) for each in objects])[which]
         self.problems = [self._checked(name, problem) for name, problem in problems.values()]
-        row = np.array(self.problem_of)[which]
         pixels, scaling = self.problems[0].pixels, self.problems[0].scaling
         assert all(each.pixels == pixels for each in self.problems), "all instances must read bytes in the same way"
         assert all(each.scaling is scaling for each in self.problems), "all instances must be scaled in the same way"
@@ -240,12 +239,12 @@ class StackedPopulation:
         body, self._episode, self._trained = self.body, episode, None
         body.clear()
         self.feed.reset(episode)
-        keys, which = np.unique(instance, return_inverse=True)
-        for index, name in enumerate(keys.tolist()):
-            problem = self.data.problems[self.data.problem_of[index]]
+        for name in np.unique(instance).tolist():
+            rows = np.flatnonzero(instance == name).tolist()
+            problem = self.data.problems[self.data.row[rows[0]]]
             with drawn_with(scalar(self.config.seed, Purpose.HOST, name, episode)):
                 host = problem.host()
-            body.plant_host(np.flatnonzero(which == index).tolist(), host, self.data.few(problem), problem.outputs)
+            body.plant_host(rows, host, self.data.few(problem), problem.outputs)
         body.mask_outputs()
         self.skipped[:] = 0
         if self.scaler is not None:
@@ -473,8 +472,7 @@ class StackedPopulation:
     # Evaluation and export at the end of an episode.
 
     def validation_splits(self) -> list[Split]:
-        which = np.unique(self.data.instance, return_inverse=True)[1]
-        return [self.data.problems[self.data.problem_of[index]].validation for index in which[: self.config.envs]]
+        return [self.data.problems[at].validation for at in self.data.row[: self.config.envs].tolist()]
 
     def evaluate(self, seeds: Seeds, split: Split | Sequence[Split]) -> tuple[Floats, Floats]:
         metric, loss = read_packet(self._final(seeds, self._held(split)))
@@ -704,9 +702,8 @@ def taught_streams(data: ResidentData, body: Body) -> list[IntactStreams]:
     """
     if all(problem.intact is None for problem in data.problems):
         return []
-    _, which = np.unique(data.instance, return_inverse=True)
     streams = [_streams(problem, data, body) for problem in data.problems]
-    row, most = np.array(data.problem_of)[which].tolist(), data.fit.y.shape[1]
+    row, most = data.row.tolist(), data.fit.y.shape[1]
     found = []
     for slot in range(len(body.slots)):
         pair = []
