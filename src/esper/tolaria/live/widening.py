@@ -15,7 +15,7 @@ from esper.kasmina.graft.find_sites import Hidden, check_module, find_hidden
 from esper.kasmina.graft.grafted import copied, undisturbed
 from esper.kasmina.graft.grown import is_grafted
 from esper.kasmina.graft.multiplying import VARIANTS, WAYS, Multiplication, Way, trial
-from esper.kasmina.graft.recording import call, floats, mapped, on_aliases, restore, saved
+from esper.kasmina.graft.recording import call, floats, mapped, on_aliases, saved
 from esper.kasmina.graft.sharding import is_sharded
 from esper.kasmina.graft.stacks import blocks_of_one_class, insert, silenced, stacks
 from esper.kasmina.graft.widening import Outputs, additions, append_tried, axes_of, width_of
