@@ -130,6 +130,10 @@ class _Dense(HostFactory):
         host.stacks = True
         return host
 
+    def room(self, hosts: Sequence["MLP | ResidualMLP"], outputs: int) -> Room:
+        """Return the layout of rows that hold `hosts`, all of the depth of this one, with at least `outputs` outputs."""
+        return room_for(*hosts, outputs=outputs)
+
     def _even(self, width: int) -> Self:
         return replace(self, width=width, hidden=(width,) * len(self.hidden))
 
