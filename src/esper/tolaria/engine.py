@@ -142,12 +142,19 @@ class ParallelEnvState:
     pending: PendingStep | None = None  # the step between `apply` and `close`
 
 
+class Changes(NamedTuple):
+    """Holds changes of stage between two states of the seeds, and the bases of the decisions behind them."""
+
+    transitions: Transitions
+    before: Seeds
+    after: Seeds
+    bases: dict[tuple[int, int], dict[str, Any]]  # by environment and slot: fields of `LifecycleRow`
+
+
 class Trace(NamedTuple):
     """Holds the events within a step, beside its outcome. Rows are environments, then twins."""
 
-    # changes of stage between two states of the seeds, these states, and the bases of the decisions behind them, by environment
-    # and slot, as fields of `LifecycleRow`: those of the decisions, then those of the tick
-    changes: tuple[tuple[Transitions, Seeds, Seeds, dict[tuple[int, int], dict[str, Any]]], ...]
+    changes: tuple[Changes, ...]  # those of the decisions, then those of the tick
     scores: Scores  # (rows,) before the rollback
     found: Verdicts  # (rows,) a `Vital`
     ticked: Seeds  # before the rollback
@@ -399,7 +406,7 @@ class Engine(Generic[P]):
             changes, step, history = [], state.step - 1, self.seed_history
             for old, new in itertools.pairwise((decided, applied, ticked)):
                 moved = transitions(take(old, envs), take(new, envs))
-                changes.append((moved, old, new, history.transit(moved, old, new, self.space, step)))
+                changes.append(Changes(moved, old, new, history.transit(moved, old, new, self.space, step)))
             history.roll_back(found[envs], ticked, state.seeds, self.space, step)
             reads, norms = 1 + bool((found != Vital.GOOD).any()), measured.parameter_norms
             metrics = state.scores.metric[twins] if config.twin else None

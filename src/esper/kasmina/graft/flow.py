@@ -141,7 +141,7 @@ class Flow:
         self.owner = {node: layer for node, layer in self.owner.items() if layer != path}
 
     def goes_on(self, node: Node, kind: type[nn.Module]) -> bool:
-        """Return whether a node reads, along the same axis, what a layer of a kind returns through which features flow."""
+        """Return whether a node reads what a `passed` layer of a kind returns, in the same order of axes."""
         waiting, seen = before(node), set[Node]()
         while waiting:
             each = waiting.pop()
@@ -153,7 +153,7 @@ class Flow:
         return False
 
     def _weighed(self, node: Node, path: str) -> Node:
-        """Return what a product weighs: the values of attention, or the factor whose way leads through no further product."""
+        """Return what a product weighs: the values of attention, or the factor that depends on no further product."""
         if not PRODUCT.search(node.name()):
             values = node.next_functions[2][0]
             return before(node)[-1] if values is None else values

@@ -166,10 +166,8 @@ class Multiplication:
             path = flow.owner.get(node, "")
             part: Any = flow.parts[path]
             if path in flow.layers and isinstance(part, nn.Linear | nn.Conv1d):
-                widths, read = (
-                    {self._width(each) for each in flow.reach(before(node), path).layers},
-                    part.weight.shape[1],
-                )
+                widths = {self._width(each) for each in flow.reach(before(node), path).layers}
+                read = part.weight.shape[1]
                 another = all(read % each and each not in (2 * read, 3 * read, 4 * read) for each in widths)
                 if widths and (another or flow.goes_on(node, type(part))):
                     flow.pass_along(path)
@@ -181,11 +179,8 @@ class Multiplication:
         reads = {path: flow.reach(nodes, path) for path, nodes in starts.items()}
         self._heads, single = self._find_heads(reads), self._find_single(reads)
         for path, reach in reads.items():
-            if (
-                any(reach.layers.values())
-                and path not in self._heads
-                and not isinstance(flow.parts[path], nn.MultiheadAttention)
-            ):
+            weighed = any(reach.layers.values()) and not isinstance(flow.parts[path], nn.MultiheadAttention)
+            if weighed and path not in self._heads:
                 # Attention of one head, or over a graph: the layers that make its weights go on to return what they did.
                 reads[path] = flow.reach(starts[path], path, values=True)
                 single |= reach.layers.keys() - reads[path].layers.keys()
