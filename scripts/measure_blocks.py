@@ -1,12 +1,15 @@
-"""What the blueprint `block` brings: stacks of two blocks, whose number may grow while they train.
+"""What the blueprints `block` and `narrow-copy` bring: stacks of two blocks, whose number or widths may grow while they train.
 
     python scripts/measure_blocks.py digits
     python scripts/measure_blocks.py bytes --seeds 8 --steps 3000
+    python scripts/measure_blocks.py heads
 
-For each seed four networks train on the same batches, the first three from the same weights: as it is; grown by `esper.Growth`
-with its default menu; grown with the blueprint 'block' alone; and a static one with twice the blocks from the start. 'digits' is
-a residual network on the digits of scikit-learn, 'bytes' the byte transformer of `measure_repeat.py`. The loss is that of
-examples that no network was trained on. Seconds are those of one thread of the processor.
+For each seed five networks train on the same batches, all but the static one from the same weights: as it is; grown by
+`esper.Growth` with its default menu; grown with the one blueprint alone; a static one; and as it is for the seconds of the third.
+'digits' is a residual network on the digits of scikit-learn and 'bytes' the byte transformer of `measure_repeat.py`, whose static
+network has twice the blocks from the start. 'heads' is a byte transformer with attention heads and gated units, to which
+'narrow-copy' adds some; its static network is what that grew, drawn anew. The loss is that of examples that no network was
+trained on. Seconds are those of one thread of the processor.
 """
 
 import argparse
@@ -18,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from measure_repeat import BATCH, Decoder, loss_of
+from measure_repeat import BATCH, LENGTH, VOCABULARY, Decoder, loss_of
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -45,6 +48,55 @@ def residual(blocks: int) -> nn.Module:
     return nn.Sequential(nn.Linear(64, WIDTH), *(Block() for _ in range(blocks)), nn.Linear(WIDTH, 10))
 
 
+class Heads(nn.Module):
+    """Causal attention of two heads of 8 features, of which there may be more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim, self.qkv, self.out = 8, nn.Linear(32, 48), nn.Linear(16, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        return self.out(F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Gated(nn.Module):
+    """A feed-forward of 16 gated units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 32), nn.Linear(16, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+class HeadsBlock(nn.Module):
+    """A block of a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.attention, self.second, self.mlp = nn.LayerNorm(32), Heads(), nn.LayerNorm(32), Gated()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.first(x))
+        return x + self.mlp(self.second(x))
+
+
+class Transformer(nn.Module):
+    """Scores of the next byte, (B, T) -> (B, T, 256)."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.bytes, self.places = nn.Embedding(VOCABULARY, 32), nn.Embedding(LENGTH, 32)
+        self.blocks = nn.Sequential(*(HeadsBlock() for _ in range(blocks)))
+        self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.bytes(x) + self.places.weight[: x.shape[1]])))
+
+
 class Setting(NamedTuple):
     """Holds a network, by its number of blocks, and what it learns."""
 
@@ -55,6 +107,7 @@ class Setting(NamedTuple):
     test: tuple[Tensor, Tensor]
     batch: int
     steps: int
+    blueprint: str = "block"
 
 
 def digits() -> Setting:
@@ -66,12 +119,21 @@ def digits() -> Setting:
     return Setting(residual, nn.CrossEntropyLoss(reduction="none"), *parts, 64, 1500)
 
 
-def texts() -> Setting:
-    """Return the byte transformer on Python's standard library."""
+def texts(build: Callable[[int], nn.Module], blueprint: str) -> Setting:
+    """Return a byte transformer on Python's standard library."""
     task = esper.get_task("stdlib-text")
     parts = ((part.x, part.y) for part in (task.train, task.probe, task.test))
     train, (x, y), test = parts
-    return Setting(Decoder, loss_of, train, (x[:128], y[:128]), test, BATCH, 600)
+    return Setting(build, loss_of, train, (x[:128], y[:128]), test, BATCH, 600, blueprint)
+
+
+def redrawn(network: nn.Module) -> nn.Module:
+    """Return a network of the same sizes with first weights."""
+    network = copy.deepcopy(network)
+    for part in network.modules():
+        if callable(reset := getattr(part, "reset_parameters", None)):
+            reset()
+    return network
 
 
 def trained(
@@ -105,8 +167,7 @@ def trained(
     became = ""
     if growth is not None:
         model = growth.finish()
-        became = "; ".join(f"{stack or 'blocks'} {a} -> {b}" for stack, (a, b) in growth.deepened.items())
-        became = f"{len(growth.summary()['keeps'])} kept, {became or 'no block'}"
+        became = f"{len(growth.summary()['keeps'])} kept, {growth.architecture if blueprints else '-'}"
     return model, time.thread_time() - begin, became
 
 
@@ -120,24 +181,32 @@ def held_out(model: nn.Module, setting: Setting) -> float:
 def main() -> None:
     """Print a table of the losses and their paired differences."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("setting", choices=("digits", "bytes"))
+    parser.add_argument("setting", choices=("digits", "bytes", "heads"))
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=0, help="0 for 1500 on digits and 600 on bytes")
+    parser.add_argument("--steps", type=int, default=0, help="0 for 1500 on digits and 600 elsewhere")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", GrowthWarning)
-    setting = digits() if options.setting == "digits" else texts()
+    settings = {
+        "digits": digits,
+        "bytes": lambda: texts(Decoder, "block"),
+        "heads": lambda: texts(Transformer, "narrow-copy"),
+    }
+    setting = settings[options.setting]()
     steps, losses, taken = options.steps or setting.steps, [], []
-    print("seed  plain  default menu  block  static with twice the blocks  seconds of each")
+    print(f"seed  plain  default menu  {setting.blueprint}  static  plain for as many seconds  seconds of each")
     for seed in range(options.seeds):
         torch.manual_seed(seed)
         first = setting.build(BLOCKS)
         runs = [
             trained(copy.deepcopy(first), setting, seed, steps, None, grow=False),
             trained(copy.deepcopy(first), setting, seed, steps, None, grow=True),
-            trained(copy.deepcopy(first), setting, seed, steps, ["block"], grow=True),
-            trained(setting.build(2 * BLOCKS), setting, seed, steps, None, grow=False),
+            trained(copy.deepcopy(first), setting, seed, steps, [setting.blueprint], grow=True),
         ]
+        static = redrawn(runs[2][0]) if setting.blueprint != "block" else setting.build(2 * BLOCKS)
+        runs.append(trained(static, setting, seed, steps, None, grow=False))
+        longer = round(steps * runs[2][1] / runs[0][1])
+        runs.append(trained(copy.deepcopy(first), setting, seed, longer, None, grow=False))
         losses.append([held_out(model, setting) for model, _, _ in runs])
         taken.append([seconds for _, seconds, _ in runs])
         shown = "  ".join(f"{loss:.4f}" for loss in losses[-1])
@@ -148,9 +217,12 @@ def main() -> None:
     for name, one, other in (
         ("the plain network", 2, 0),
         ("growth with the default menu", 2, 1),
-        ("the static network with twice the blocks", 2, 3),
+        ("the static network", 2, 3),
+        ("the plain network for as many seconds", 2, 4),
     ):
-        print(f"loss of 'block' minus that of {name}: {t_interval([each[one] - each[other] for each in losses]):+.4f}")
+        print(
+            f"loss of {setting.blueprint!r} minus that of {name}: {t_interval([each[one] - each[other] for each in losses]):+.4f}"
+        )
     means = [sum(column) / len(column) for column in zip(*losses, strict=True)]
     print("means " + "  ".join(f"{each:.4f}" for each in means))
 

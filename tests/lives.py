@@ -114,11 +114,14 @@ def assert_untouched(model, plain, host):
 
 
 def live(
-    host: Host, plan: Callable[[nn.Module, FoundSites], Planned] = usual_plan, span: tuple[str, str] | None = None
+    host: Host,
+    plan: Callable[[nn.Module, FoundSites], Planned] = usual_plan,
+    span: tuple[str, str] | None = None,
+    at: str = "auto",
 ) -> Life:
     """Let a network grow from birth to the end, and check what must hold on the way.
 
-    span: the one pair of `FoundSites.spans` that is grafted, in place of all sites.
+    span: the one pair of `FoundSites.spans` that is grafted, in place of all sites. at: as for `graft`.
     """
     with drawn_with(0):
         model, probe = host.build(), [host.batch(), host.batch()]
@@ -126,7 +129,7 @@ def live(
     optimizer, other = (torch.optim.AdamW(each.parameters(), lr=3e-3) for each in (model, plain))
     sites = find_sites(model, probe[0][0])
     if span is None:
-        sites = graft(model, example=probe[0][0]).sites
+        sites = graft(model, at, example=probe[0][0]).sites
     else:
         graft(model, {span[1]: sites.spans[span].site})
     names = list(model.sites)

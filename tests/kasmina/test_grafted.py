@@ -832,7 +832,7 @@ def site(after="stem", around=None, stream=None, name="a"):
         (net, {"a": "stem"}, "is a str; give an esper.Site"),
         (net, {}, "give at least one"),
         (net, "auto", "give one, as esper.graft"),
-        (net, "stem", "sites is 'stem'; give 'auto', a list of names"),
+        (net, "stem", "sites is 'stem'; give 'auto', 'parts', a list of names"),
         (net, {**site(), "b": Site("b", "stem", "stem", Vector(WIDTH))}, "'a' and 'b' are both behind 'stem'"),
         (net, site("blocks"), "is a ModuleList, which is never called"),
         (own_forward, site(), "has a forward of its own"),

@@ -9,6 +9,7 @@ from esper.leyline.errors import GrowthWarning
 from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.streams import Sequence
+from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from huggingface import MODELS, transformers
 from populations import Script
 
@@ -97,3 +98,54 @@ def test_a_wider_network_that_is_loaded_into_a_fresh_model_sets_its_config(tmp_p
     assert fresh.config.n_inner == 80
     with torch.no_grad():
         assert torch.equal(fresh(**batch(7)[0]).logits, network(**batch(7)[0]).logits)
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "mlp", "became"),
+    [
+        ("GPT-2", "transformer.h.0.attn", "transformer.h.1.mlp", "transformer.h.0.attn.num_heads 2 became 3"),
+        (
+            "Llama",
+            "model.layers.0.self_attn",
+            "model.layers.1.mlp",
+            "model.layers.1.mlp.intermediate_size 32 became 40",
+        ),
+    ],
+)
+def test_heads_and_gated_units_become_part_of_a_transformer(name, attention, mlp, became, tmp_path):
+    with drawn_with(0):
+        model = MODELS[name]()[0].double()
+    entries = [
+        ScheduleEntry(at=1, op=Op.GERMINATE, slot=slot, blueprint="narrow-copy", tempo=1, target=1.0, keep=True)
+        for slot in (attention, mlp)
+    ]
+    growth = esper.Growth(
+        model,
+        optimizer := torch.optim.AdamW(model.parameters(), 0.01),
+        probe=[batch(1), batch(2)],
+        loss=loss,
+        every=2,
+        budget=9.0,
+        controller=Schedule(entries),
+        settings={"gates": GATES, "blueprints": ["narrow-copy"]},
+    )
+    for step in range(28):
+        model.train()(**batch(100 + step)[0]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        growth.step()
+    with torch.no_grad():
+        before = model.eval()(**batch(7)[0]).logits
+    with pytest.warns(GrowthWarning, match="from_pretrained cannot build the widths that grew"):
+        network = growth.finish()
+    assert growth.folded == [attention, mlp]
+    *_, last = growth.architecture.split("; ")
+    assert last == became
+    growth.save(tmp_path)
+    loaded = esper.load_grown(tmp_path, MODELS[name]()[0].double()).eval()
+    with torch.no_grad():
+        after = network(**batch(7)[0]).logits
+        assert (after - before).abs().max() < 1e-9
+        assert torch.equal(loaded(**batch(7)[0]).logits, after)
+        generated = network.generate(batch(7)[0]["input_ids"], max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert generated.shape == (4, 15)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ from esper.leyline.text import did_you_mean, kind_of
 
 Build = Callable[[int, int], nn.Module]
 Count = Callable[[int, int], int]
+Copies = Literal["", "behind", "beside"]
+"""Where a copy of a submodule runs: on what the submodule returned, or, with fewer units, on what it read."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,8 @@ class Blueprint:
     causal: bool = True  # False for a blueprint of sequences whose change at a position depends on later positions
     linear: bool = False  # whether the change is a linear map of what it reads
     again: bool = False  # whether it reads what the submodule of its site would add to the stream if it ran again
-    copies: bool = (
-        False  # whether it is a copy of the submodule of its site, which gives its parameters; `build` makes none
+    copies: Copies = (
+        ""  # where a copy of the submodule of its site runs, which gives its parameters; `build` makes none
     )
 
     @property
@@ -57,7 +59,10 @@ class Blueprint:
         how = "linear" if self.linear and self.tap != Tap.INPUT else "relu"
         of = f"{self.tap}_{how}"
         return BlueprintInfo(
-            self.name, self.tap.value, (f"heldout_{of}", f"explained_{of}", f"map_gradient_{self.tap}"), self.copies
+            self.name,
+            self.tap.value,
+            (f"heldout_{of}", f"explained_{of}", f"map_gradient_{self.tap}"),
+            self.copies == "behind",
         )
 
     def built(self, reads: int, writes: int, function: Pointwise = RELU) -> nn.Module:
@@ -137,7 +142,7 @@ def get_blueprint(name: str, kind: Kind | None = None, *, live: bool = False) ->
             return entry
     own = next((entry for (_, known), entry in LIVE_BLUEPRINTS.items() if name == known), None)
     if own is not None:
-        does = "copies the block of a site" if own.copies else "runs the block of a site again"
+        does = "copies the submodule of a site" if own.copies else "runs the block of a site again"
         raise InputError(f"blueprint {name!r} {does}, which no population has; leave it out, or use esper.Growth")
     other = [found.value for found, known in offered if known == name]
     if other:
@@ -437,8 +442,10 @@ _ends(_SEQUENCE, sequences.FullHead, _about, sequences.NormedSparseHead)
 _convolutional(Kind.VOLUME)
 
 
-def _no_block() -> NoReturn:
-    raise InputError("blueprint 'block' has no widths of its own: esper.Growth copies the block of a site")
+def _copy_only(*_: int) -> NoReturn:
+    raise InputError(
+        "a blueprint that copies the submodule of a site has no widths of its own; esper.Growth makes the copy"
+    )
 
 
 for _kind in Kind:
@@ -448,5 +455,9 @@ for _kind in Kind:
     )
     _about = "a further block like that of the site, faded in behind it: depth (esper.Growth alone)"
     LIVE_BLUEPRINTS[_kind, "block"] = Blueprint(
-        "block", _kind, Tap.HERE, lambda r, w: _no_block(), lambda r, w: _no_block(), _about, copies=True
+        "block", _kind, Tap.HERE, _copy_only, _copy_only, _about, copies="behind"
+    )
+    _about = "a quarter of the heads, gated units or channels of the submodule again: width (esper.Growth alone)"
+    LIVE_BLUEPRINTS[_kind, "narrow-copy"] = Blueprint(
+        "narrow-copy", _kind, Tap.HERE, _copy_only, _copy_only, _about, copies="beside"
     )

@@ -285,6 +285,11 @@ class Candidates:
         }
         return [path for path in paths if path not in reached]
 
+    def parts(self, chosen: Collection[str]) -> list[str]:
+        """Return the submodules with several layers that could be sites and were not chosen."""
+        several = [path for path, inner in self._inner.items() if path and len(inner) > 1 and path not in self._layers]
+        return [path for path in several if path not in chosen and self._refusal(path, (path,)) is None]
+
     # Spans.
 
     def span(self, path: str) -> str:
@@ -723,6 +728,8 @@ class FoundSites(dict[str, Site]):
         why (dict[str, str]): for the name of each site, the reason why it was chosen
         left_out (dict[str, str]): for the dotted path of each other submodule, the reason why it is not a site
         reads (dict[str, int | None]): for the name of each site, the features that a bypass reads; None if it cannot read there
+        parts (dict[str, Site]): further submodules with several layers, as the attention and the feed-forward of a block; for
+            seeds that are narrow copies of them `esper.graft` takes their names too
     """
 
     def __init__(
@@ -733,10 +740,12 @@ class FoundSites(dict[str, Site]):
         left_out: dict[str, str],
         reads: dict[str, int | None],
         spans: dict[tuple[str, str], Span],
+        parts: dict[str, Site],
     ) -> None:
         """`network`: the name of the module's class."""
         super().__init__((site.name, site) for site in sites)
         self._network, self.why, self.left_out, self.reads, self.spans = network, why, left_out, reads, spans
+        self.parts = parts
 
     def __repr__(self) -> str:
         rows: list[tuple[str, ...]] = [("site", "around", "reads", "stream", "a unit", "causal", "why")]
@@ -811,17 +820,20 @@ def find_sites(module: nn.Module, example: Any, loss: Callable[[Any], Tensor] | 
                 left_out,
             )
         pairs = candidates.spans(chosen)
-        targets = dict.fromkeys((*chosen, *(target for _, target in pairs)))
+        parts = candidates.parts(chosen)
+        targets = dict.fromkeys((*chosen, *parts, *(target for _, target in pairs)))
         streams = {path: stream for path in targets if isinstance(stream := candidates.stream(path), Stream)}
         sequences = {path: each for path, each in streams.items() if each.kind == Kind.SEQUENCE}
         causal = causal_paths(module, example, sequences)
         sites = [Site(path, path, candidates.span(path), streams[path], path in causal) for path in chosen]
-        reads = {path: candidates.reads(path) for path in chosen}
+        further = {path: Site(path, path, path, streams[path], path in causal) for path in parts}
+        reads = {path: candidates.reads(path) for path in (*chosen, *parts)}
+        why = {**dict.fromkeys(parts, "a part with several layers"), **chosen}
         spans = {
             (source, target): Span(Site(target, target, source, streams[target], target in causal), read, why)
             for (source, target), (read, why) in pairs.items()
         }
-    return FoundSites(type(module).__name__, sites, chosen, left_out, reads, spans)
+    return FoundSites(type(module).__name__, sites, why, left_out, reads, spans, further)
 
 
 def find_hidden(module: nn.Module, example: Any) -> tuple[list[Hidden], list[str]]:

@@ -37,7 +37,7 @@ M = TypeVar("M", bound=nn.Module)
 
 def graft(
     module: M,
-    sites: Literal["auto"] | Sequence[str] | Mapping[str, Site] = "auto",
+    sites: Literal["auto", "parts"] | Sequence[str] | Mapping[str, Site] = "auto",
     *,
     example: Any = None,
     loss: Callable[[Any], Tensor] | None = None,
@@ -47,8 +47,8 @@ def graft(
         esper.graft(model, example=x)
         print(model.sites)
 
-    sites: 'auto' takes those that `esper.find_sites(module, example, loss)` finds, a list of names those of them, and a mapping
-    of names to `esper.Site` just these, without an example.
+    sites: 'auto' takes those that `esper.find_sites(module, example, loss)` finds, 'parts' those and their `parts`, as attention
+    and feed-forwards, a list of names these of both, and a mapping of names to `esper.Site` just these, without an example.
 
     A seed at a site changes what the submodule `after` returns: the tensor, or the first floating tensor in a structure of
     tuples, lists, mappings and dataclasses. It reads that tensor, or what the submodule `around` was given first, or what the
@@ -197,22 +197,30 @@ def with_own_files(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _found(
-    module: nn.Module, names: Literal["auto"] | Sequence[str], example: Any, loss: Callable[[Any], Tensor] | None
+    module: nn.Module,
+    names: Literal["auto", "parts"] | Sequence[str],
+    example: Any,
+    loss: Callable[[Any], Tensor] | None,
 ) -> Mapping[str, Site]:
     """Return the sites of a network that `find_sites` finds, or those of them that are named."""
-    if names != "auto" and (isinstance(names, str) or not isinstance(names, Sequence)):
-        raise InputError(f"sites is {names!r}; give 'auto', a list of names, or a mapping of names to esper.Site")
+    if names not in ("auto", "parts") and (isinstance(names, str) or not isinstance(names, Sequence)):
+        raise InputError(
+            f"sites is {names!r}; give 'auto', 'parts', a list of names, or a mapping of names to esper.Site"
+        )
     if example is None:
         raise InputError(
             "sites are found by running the module on an example; give one, as esper.graft(module, example=x), or give each "
             "site as an esper.Site"
         )
-    if names == "auto":
-        return free_sites(module, find_sites(module, example, loss))
+    if names in ("auto", "parts"):
+        free = free_sites(module, find_sites(module, example, loss))
+        free.update(free.parts if names == "parts" else {})
+        return free
     found: Mapping[str, Site]
+    left_out: Mapping[str, str]
     try:
-        found = find_sites(module, example, loss)
-        left_out: Mapping[str, str] = found.left_out
+        sites = find_sites(module, example, loss)
+        found, left_out = {**sites, **sites.parts}, sites.left_out
     except NoSiteError as error:
         found, left_out = {}, error.left_out
     for name in names:
@@ -310,7 +318,8 @@ def free_sites(module: nn.Module, found: FoundSites) -> FoundSites:
         reasons = "; ".join(f"{name} ({reason})" for name, reason in refused.items())
         raise NoSiteError(f"no free site found in {type(module).__name__}: {reasons}", found.left_out | refused)
     spans = {ends: span for ends, span in found.spans.items() if not _not_now(module, span.site.after)}
-    return FoundSites(type(module).__name__, kept, found.why, found.left_out | refused, found.reads, spans)
+    parts = {name: site for name, site in found.parts.items() if not _not_now(module, site.after)}
+    return FoundSites(type(module).__name__, kept, found.why, found.left_out | refused, found.reads, spans, parts)
 
 
 def _not_now(root: nn.Module, path: str) -> str:

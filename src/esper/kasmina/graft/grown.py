@@ -174,16 +174,20 @@ def _grown(module: nn.Module, point: Point, given: Any, output: Any, original: C
         run = functools.partial(called_on, given, own, original, h)
         u = run() if planted.acts else _aside(module, torch.no_grad()(run))
     elif planted.copies:
-        assert own is not None, "what the submodule reads has the shape of what it returns"
-        return replaced(output, h, planted(h, h, functools.partial(_beside, planted, given, own)))
+        return replaced(output, h, planted(h, h, functools.partial(_run_copy, planted, given, own)))
     else:
         u = _read(point, planted.reads, own, h)
     return replaced(output, h, planted(h, u))
 
 
-def _beside(planted: Planted, given: Any, own: Tensor, block: nn.Module, h: Tensor) -> Tensor:
-    """Run the block of a seed on a stream as the block in front was called; in evaluation mode while the seed incubates."""
-    run = functools.partial(called_on, given, own, block, h, attached=planted.acts and planted.attached)
+def _run_copy(planted: Planted, given: Any, own: Tensor | None, block: nn.Module, h: Tensor) -> Tensor:
+    """Run the copy that a seed is, behind or beside the submodule that was called; in evaluation mode while it incubates."""
+    attached = planted.acts and planted.attached
+    if planted.copies == "beside":
+        run = functools.partial(called_beside, given, block, attached=attached)
+    else:
+        assert own is not None, "what the submodule reads has the shape of what it returns"
+        run = functools.partial(called_on, given, own, block, h, attached=attached)
     return run() if planted.acts else _aside(block, run)
 
 
@@ -193,11 +197,18 @@ def called_on(given: Any, own: Tensor, block: Callable[..., Any], h: Tensor, *, 
     given: the arguments of the call whose stream was `own`; the others stay. A cache of keys and values is left out, as another
     block owns it: this one reads all positions of the stream. attached: whether its gradient reaches the other arguments.
     """
-    args, kwargs = replaced(given, own, h)
-    args, kwargs = tuple(_uncached(each, h) for each in args), {key: _uncached(each, h) for key, each in kwargs.items()}
+    return called_beside(replaced(given, own, h), block, attached=attached) - h
+
+
+def called_beside(given: Any, block: Callable[..., Any], *, attached: bool = True) -> Tensor:
+    """Run a block with the arguments of the call of another one, without a cache, and return its stream (B, ...)."""
+    args, kwargs = given
+    if (read := first_tensor(args, kwargs)) is not None:
+        args = tuple(_uncached(each, read) for each in args)
+        kwargs = {key: _uncached(each, read) for key, each in kwargs.items()}
     if not attached:
         args, kwargs = mapped((args, kwargs), Tensor.detach)
-    return stream_of(block(*args, **kwargs)) - h
+    return stream_of(block(*args, **kwargs))
 
 
 def _uncached(argument: Any, h: Tensor) -> Any:
@@ -207,8 +218,8 @@ def _uncached(argument: Any, h: Tensor) -> Any:
         return argument
     if int(positions()) > h.shape[1]:
         raise InputError(
-            "a block that runs as a seed has no cache of keys and values; generate with use_cache=False, or once growth.finish() "
-            "has made it a member of its stack"
+            "a copy that runs as a seed has no cache of keys and values; generate with use_cache=False, or once growth.finish() "
+            "has made it part of the network"
         )
     return None
 

@@ -228,7 +228,7 @@ class Multiplication:
             places = {each.rsplit(".", n)[0] for each in (path, *writers) for n in range(1, each.count(".") + 1)}
             for place in [*sorted(places, key=lambda each: -each.count(".")), ""]:
                 numbers = [
-                    (name, own) for name, own in _whole_numbers(self._flow.parts[place]) if own > 0 and inner % own == 0
+                    (name, own) for name, own in whole_numbers(self._flow.parts[place]) if own > 0 and inner % own == 0
                 ]
                 size = next((own for name, own in numbers if _HEAD_SIZES.search(name)), 0)
                 count = next((own for name, own in numbers if own < inner and _HEADS.search(name)), 0)
@@ -582,7 +582,7 @@ class Multiplication:
             if known or path in self._flow.layers:
                 continue
             for where, holder in ((path, part), *configs(part, path)):
-                for name, own in _whole_numbers(holder):
+                for name, own in whole_numbers(holder):
                     if _NO_WIDTHS.search(name) or (_HEAD_SIZES.search(name) and own in sizes):
                         continue
                     if (self._heads and _HEADS.search(name)) or (own in widths and own > 1 and _WIDTHS.search(name)):
@@ -758,6 +758,11 @@ def _adds_one(norm: nn.Module) -> bool:
         norm._parameters["weight"] = weight
 
 
+def is_width(name: str) -> bool:
+    """Return whether an attribute of this name may count features."""
+    return bool(_WIDTHS.search(name)) and not _NO_WIDTHS.search(name)
+
+
 def _prefix(path: str) -> str:
     return f"{path}." if path else ""
 
@@ -772,7 +777,7 @@ def _leaves(node: Node) -> Iterator[Node]:
             yield reshaped
 
 
-def _whole_numbers(holder: Any) -> list[tuple[str, int]]:
+def whole_numbers(holder: Any) -> list[tuple[str, int]]:
     """Return the whole numbers among the attributes of a module or config."""
     return [(name, value) for name, value in vars(holder).items() if type(value) is int]
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from esper.kasmina.blueprints.catalog import Copies
 from esper.kasmina.blueprints.functions import RELU, Pointwise
 from esper.kasmina.slot import DifferentiableFunction, Proximal, Seed, Straight, sigmoid, slot_change
 from esper.leyline.lifecycle.actions import Blend
@@ -31,6 +32,7 @@ class Recipe(NamedTuple):
     blueprint: str  # name of its blueprint
     reads: int  # width of what it reads
     function: Pointwise = RELU  # of its hidden layer, where it is a bypass with one
+    counts: Mapping[str, Mapping[str, int]] = {}  # of its units, where it is a narrow copy
 
 
 Run = Callable[[nn.Module, Tensor], Tensor]
@@ -54,14 +56,15 @@ class Planted(nn.Module):
 
     reads: the value of the tap. kind: of the stream. axes: `Stream.permutation`. attached: whether the gradient of the seed
     reaches what it reads. again: whether it reads what its submodule adds to the stream in a second run (`grown.called_on`).
-    copies: whether it is a block, which is called as its submodule was. fixed: names of parameters that never train.
+    copies: as in `Blueprint`. fixed: names of parameters that never train.
     recipe: what it is built from again; None where nobody knows.
     alpha (): the dose in mode ON, a buffer.
     pull (): weight of |c|^2 / |h|^2 in the objective of a seed in mode STRAIGHT, a buffer that is not saved.
     """
 
     axes: tuple[int, ...] = ()
-    again = copies = False
+    again = False
+    copies: Copies = ""
     fixed: frozenset[str] = frozenset()
     alpha: Tensor
     pull: Tensor
@@ -75,7 +78,7 @@ class Planted(nn.Module):
         axes: tuple[int, ...] = (),
         *,
         again: bool = False,
-        copies: bool = False,
+        copies: Copies = "",
     ) -> None:
         super().__init__()
         like = next(seed.parameters())
@@ -120,7 +123,7 @@ class Planted(nn.Module):
     def forward(self, h: Tensor, u: Tensor, run: Run | None = None) -> Tensor:
         """Return the stream behind the site: h (B, ...) in front of the seed, u (B, ...) what the seed reads.
 
-        run: for a seed that is a block, calls it on a stream and returns what it adds.
+        run: for a seed that is a copy of its submodule, calls it and returns what it adds.
         """
         further = () if run is None else (partial(_run_arranged, run, self.axes),)
         stream, blend = STREAMS[self.kind], _BLENDS[self._blend]

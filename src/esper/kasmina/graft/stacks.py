@@ -48,15 +48,15 @@ _WIDTHS = re.compile(r"size|width|channel|dim|head", re.I)
 """Names of attributes that list a width for each stage."""
 
 
-class NextBlock(nn.Module):
-    """Computes what a block adds to the stream that it is run on, B(u) - u."""
+class CopySeed(nn.Module):
+    """Computes what a copy of the submodule of a site adds to the stream there."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
 
     def forward(self, u: Tensor, run: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
-        """Return the change at u (B, ...); `run` calls a block on it as the block of the site was called."""
+        """Return the change at u (B, ...); `run` calls the copy as the submodule of the site was called (`grown._run_copy`)."""
         return run(self.block, u)
 
 
@@ -80,14 +80,12 @@ IN_BLOCK = "seed.delta.block."
 """First part of the names of the parameters of a block in the seed that it is."""
 
 
-def new_block(
-    block: nn.Module, zeros: Sequence[str], site: Site, entry: Blueprint, reads: int, blend: Blend
-) -> Planted:
-    """Return a seed that is a copy of the block of a site."""
-    made = Seed(NextBlock(copy_of_block(block, zeros)), reads)
+def copy_seed(block: nn.Module, site: Site, entry: Blueprint, reads: int, blend: Blend) -> Planted:
+    """Return a seed that is this copy of the submodule of a site."""
+    made = Seed(CopySeed(block), reads)
     like = next(parameter for parameter in made.delta.parameters() if parameter.is_floating_point())
     made.gate.to(like.device, like.dtype)
-    planted = Planted(made, entry.tap, blend, site.stream.kind, site.stream.permutation, copies=True)
+    planted = Planted(made, entry.tap, blend, site.stream.kind, site.stream.permutation, copies=entry.copies)
     parameters = planted.named_parameters()
     planted.fixed = frozenset(name for name, parameter in parameters if not parameter.requires_grad)
     return planted
@@ -120,19 +118,9 @@ def find_blocks(
             places[site.name] = site
         else:
             reasons[site.name] = f"{site.after!r} is no block of a stack of equal blocks"
-    calls = dict[str, tuple[Any, Any]]()  # by site: the arguments of its first call, and what it returned
-
-    def note(name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        stream = stream_of(output)
-        calls.setdefault(name, ((args, kwargs), stream.detach().clone() if isinstance(stream, Tensor) else None))
-
     found = dict[str, tuple[str, ...]]()
     with undisturbed(network):
-        with ExitStack() as hooks, torch.no_grad():
-            for name, site in places.items():
-                block = network.get_submodule(site.after)
-                hooks.enter_context(block.register_forward_hook(partial(note, name), with_kwargs=True))
-            call(network, mapped(example, torch.clone))
+        calls = calls_of(network, list(places.values()), example)
         for name, site in places.items():
             try:
                 if name not in calls:
@@ -144,14 +132,31 @@ def find_blocks(
     return found, {name: reasons[name] for name in (*own, *(each for each in reasons if each not in places))}
 
 
-class _Alone(nn.Module):
-    """Calls a block on a stream as a block of its class was called in a network."""
+def calls_of(network: nn.Module, sites: Sequence[Site], example: Any) -> dict[str, tuple[Any, Tensor | None]]:
+    """Return, by site, the arguments of the first call of its submodule on an example, and the stream that it returned."""
+    calls = dict[str, tuple[Any, Tensor | None]]()
 
-    def __init__(self, block: nn.Module, given: Any, own: Tensor) -> None:
+    def note(name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        stream = stream_of(output)
+        calls.setdefault(name, ((args, kwargs), stream.detach().clone() if isinstance(stream, Tensor) else None))
+
+    with ExitStack() as hooks, torch.no_grad():
+        for site in sites:
+            block = network.get_submodule(site.after)
+            hooks.enter_context(block.register_forward_hook(partial(note, site.name), with_kwargs=True))
+        call(network, mapped(example, torch.clone))
+    return calls
+
+
+class Alone(nn.Module):
+    """Calls a block by a function of it and of a stream."""
+
+    def __init__(self, block: nn.Module, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
-        self.block, self.run = block, partial(called_on, given, own, attached=False)
+        self.block, self.run = block, run
 
     def forward(self, h: Tensor) -> Tensor:
+        """Return what the block makes of a stream (B, ...)."""
         return self.run(self.block, h)
 
 
@@ -166,7 +171,7 @@ def _zeros_at_birth(block: nn.Module, given: Any, first: Tensor | None) -> tuple
     blank = [name for name, each in own_parameters(block).items() if each.numel() and not each.any()]
     problem = "no layer of it writes into the residual stream"
     h = 3 * first  # larger than it is, as a norm behind the sum would return the same
-    sets = silenced(_Alone(copy_of_block(block), given, own), "block", h)
+    sets = silenced(Alone(copy_of_block(block), partial(called_on, given, own, attached=False)), "block", h)
     # a factor that is 0 may be enough, as in ReZero before training
     for zeros in chain([blank] if blank else [], sets):
         made = copy_of_block(block, zeros)
@@ -194,7 +199,7 @@ def add_block(networks: Sequence[nn.Module], name: str, passes: Sequence[Pass]) 
     why not, to be read behind a colon. The seed itself is not removed.
     """
     site, planted = sites_of(networks[0])[name], [planted_at(network, name) for network in networks]
-    seeds = [seed for seed in planted if seed is not None and isinstance(seed.seed.delta, NextBlock)]
+    seeds = [seed for seed in planted if seed is not None and isinstance(seed.seed.delta, CopySeed)]
     assert len(seeds) == len(networks), "there must be a block to add, in each network"
     first, (path, place) = seeds[0], stack_of(site.after)
     blocks: list[Any] = [seed.seed.delta.block for seed in seeds]

@@ -300,11 +300,17 @@ def _resize_norm(norm: nn.modules.batchnorm._BatchNorm, entry: str, like: Tensor
 
 
 @contextmanager
-def resized(model: nn.Module, shapes: Mapping[str, Sequence[int]], tensors: Mapping[str, Tensor]) -> Iterator[None]:
+def resized(
+    model: nn.Module,
+    shapes: Mapping[str, Sequence[int]],
+    tensors: Mapping[str, Tensor],
+    counts: Mapping[str, Mapping[str, int]] | None = None,
+) -> Iterator[None]:
     """Give the layers of a fresh model the widths that they grew to, unless the block fails.
 
     shapes: of each parameter that became larger, before. A parameter of another shape stays, for whoever compares them. tensors:
-    of the network that grew. The values are those of fresh memory, for the block to fill in.
+    of the network that grew. counts: what attributes of modules count now, by their paths. The values are those of fresh memory,
+    for the block to fill in.
     """
     parameters = dict(model.named_parameters())
     restore = saved(model.modules())
@@ -327,6 +333,10 @@ def resized(model: nn.Module, shapes: Mapping[str, Sequence[int]], tensors: Mapp
                 for attribute, axis in ((axes.written, axes.writes), (axes.read, axes.reads)):
                     if hasattr(part, attribute):
                         setattr(part, attribute, made.shape[axis])
+        parts = dict(model.named_modules())
+        for path, own in (counts or {}).items():
+            held: Any = vars(parts[path]) if path in parts else {}
+            held.update({name: value for name, value in own.items() if type(held.get(name)) is int})
         yield
     except BaseException:
         restore()

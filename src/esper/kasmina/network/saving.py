@@ -20,12 +20,13 @@ from torch import Tensor, nn
 
 from esper.kasmina.blueprints import drawn_with, get_blueprint
 from esper.kasmina.blueprints.functions import FUNCTIONS, NUMBERED, RELU, Pointwise
+from esper.kasmina.graft.beside import narrow_copy_of_shapes
 from esper.kasmina.graft.folding import widened
 from esper.kasmina.graft.grafted import acting, graft, holders, plant, trim, ungraft, with_own_files
 from esper.kasmina.graft.grown import CHILD, check_tensors, class_of, is_grafted, prefix_behind, shapes_of
 from esper.kasmina.graft.planted import Mode, Planted, Recipe
 from esper.kasmina.graft.sharding import gather, in_parts
-from esper.kasmina.graft.stacks import deeper, new_block
+from esper.kasmina.graft.stacks import IN_BLOCK, copy_of_block, copy_seed, deeper
 from esper.kasmina.graft.widening import resized
 from esper.kasmina.slot import Seed
 from esper.leyline.config.parsing import parse_model
@@ -87,6 +88,7 @@ class _SavedSeed(_Saved):
     blueprint: str
     reads: PositiveInt
     function: Annotated[list[str | float], AfterValidator(_function)] = list(RELU)  # that of `Recipe`
+    counts: dict[str, dict[str, PositiveInt]] = {}  # those of `Recipe`
     blend: Annotated[str, AfterValidator(_blend)]
     alpha: float = Field(gt=0, le=1)
     attached: bool
@@ -114,6 +116,7 @@ class _SavedNetwork(_Saved):
     shared: dict[str, str]  # names of tensors that are another one, by name, in the same memory
     shapes: dict[str, list[int]] = {}  # of the parameters that became larger, before
     blocks: dict[str, list[int]] = {}  # places of the blocks that were added to stacks, by the path of the stack
+    counts: dict[str, dict[str, PositiveInt]] = {}  # attributes that count units of which there are more, by module
 
 
 # Adapters.
@@ -205,11 +208,13 @@ def save_grown(
     folder: Path | str | None,
     *,
     blocks: Mapping[str, Sequence[int]] | None = None,
+    counts: Mapping[str, Mapping[str, int]] | None = None,
 ) -> None:
     """Write all weights and buffers of a network, and the seeds that act in it, to a folder.
 
-    shapes: of the parameters that became larger, before. blocks: places of those that stacks got, by the paths of these. folder:
-    None in a process that gathers what it has a part of, and writes nothing.
+    shapes: of the parameters that became larger, before. blocks: places of those that stacks got, by the paths of these. counts:
+    attributes of modules that count units of which there are more, by the paths of these. folder: None in a process that gathers
+    what it has a part of, and writes nothing.
     """
     seeds = acting(network)
     described = _described(network, seeds)
@@ -245,6 +250,7 @@ def save_grown(
         shared=shared,
         shapes={name: list(shape) for name, shape in shapes.items()},
         blocks={path: list(places) for path, places in (blocks or {}).items()},
+        counts={path: dict(own) for path, own in (counts or {}).items()},
     )
     text = json.dumps(whole.model_dump(mode="json"), indent=1).encode()
     files: dict[str, Content] = {NETWORK_WEIGHTS: parts, NETWORK: text}
@@ -272,7 +278,7 @@ def load_grown(folder: Path | str, model: M) -> M:
         raise InputError(f"the model is {kind_of(model)}; give an nn.Module")
     if is_grafted(model):
         raise InputError(f"the {type(model).__name__} is grafted; give one as it was before esper.graft")
-    with deeper(model, described.blocks), resized(model, described.shapes, tensors):
+    with deeper(model, described.blocks), resized(model, described.shapes, tensors, described.counts):
         _load_into(model, described.seeds, tensors, folder, again)
     count_in_configs(model, widened(model, described.shapes))
     return model
@@ -413,7 +419,7 @@ def _described(network: nn.Module, seeds: Mapping[str, Planted]) -> list[_SavedS
     """Return what is saved of seeds, by the submodule that they are behind, beside their weights."""
     found, names = [], set[str]()
     for path, seed in seeds.items():
-        site, blueprint, reads, function = _recipe(path, seed)
+        site, blueprint, reads, function, counts = _recipe(path, seed)
         name = path if site.name in names else site.name
         names.add(name)
         found.append(
@@ -428,6 +434,7 @@ def _described(network: nn.Module, seeds: Mapping[str, Planted]) -> list[_SavedS
                 blueprint=blueprint,
                 reads=reads,
                 function=list(function),
+                counts={part: dict(own) for part, own in counts.items()},
                 blend=seed.blend.name,
                 alpha=float(seed.alpha),
                 attached=seed.attached,
@@ -482,8 +489,15 @@ def _built(model: nn.Module, seed: _SavedSeed, weights: Mapping[str, Tensor], pa
     if entry.copies:
         parts = dict(model.named_modules())
         if seed.after not in parts:
-            raise InputError(f"the seed at {seed.site!r} is a block like {seed.after!r}, which is not there; {_MODEL}")
-        planted = new_block(parts[seed.after], (), seed.planted_at, entry, seed.reads, Blend[seed.blend])
+            raise InputError(f"the seed at {seed.site!r} is a copy of {seed.after!r}, which is not there; {_MODEL}")
+        block = parts[seed.after]
+        if entry.copies == "beside":
+            first = IN_BLOCK.removeprefix("seed.")
+            shapes = {name.removeprefix(first): own.shape for name, own in weights.items() if name.startswith(first)}
+            block = narrow_copy_of_shapes(block, shapes, seed.counts)
+        else:
+            block = copy_of_block(block)
+        planted = copy_seed(block, seed.planted_at, entry, seed.reads, Blend[seed.blend])
     else:
         with drawn_with(0):
             made = Seed(entry.built(seed.reads, seed.width, seed.pointwise), seed.reads)
@@ -498,7 +512,7 @@ def _built(model: nn.Module, seed: _SavedSeed, weights: Mapping[str, Tensor], pa
             f"{path} has other parameters than blueprint {seed.blueprint!r} of this version; {again}"
         ) from None
     planted.mode, planted.attached = Mode.ON, seed.attached
-    planted.recipe = Recipe(seed.planted_at, seed.blueprint, seed.reads, seed.pointwise)
+    planted.recipe = Recipe(seed.planted_at, seed.blueprint, seed.reads, seed.pointwise, seed.counts)
     return planted
 
 

@@ -233,16 +233,18 @@ class Growth:
         share = float(budget)
         groups = Groups(optimizer, scheduler, network)
         if not is_grafted(network):
-            graft(network, example=measured.first)
+            narrow = "narrow-copy" in ((settings or {}).get("blueprints") or ())
+            graft(network, "parts" if narrow else "auto", example=measured.first)
         sites = sites_of(network)
         config = _growth_config(sites, share, self.every, steps, seed, settings or {})
         self.controller = find_controller(controller).make(config)
         config = _with_sensors(config, self.controller)
         averages = [] if ema is None else [Average(ema, network)]
-        if config.lifecycle.absorb and any(entry.copies for entry in growth_menu(sites, config)):
+        copying = next((entry.name for entry in growth_menu(sites, config) if entry.copies), None)
+        if config.lifecycle.absorb and copying:
             raise InputError(
-                "settings sets lifecycle.absorb, by which layers of a block become wider, and the blueprint 'block', whose seeds "
-                "are copies of it as it was; leave one of them out"
+                f"settings sets lifecycle.absorb, by which layers become wider, and the blueprint {copying!r}, whose seeds are "
+                "copies of a submodule as it was; leave one of them out"
             )
         ranks = Ranks(
             shared or sharded or wrapper is not None or (mode == "reserve" and processes() > 1), sharded=sharded
@@ -422,7 +424,7 @@ class Growth:
         try:
             if model is not None:
                 grown = {name: value for name, value in self.model.state_dict().items() if isinstance(value, Tensor)}
-                with deeper(model, self._added_blocks), resized(model, self._resized(), grown):
+                with deeper(model, self._added_blocks), resized(model, self._resized(), grown, self._counts()):
                     self._plant_kept(model)
                     whole_model = {key: value for key, value in model.state_dict().items() if isinstance(value, Tensor)}
                     target = "the model that gather was given"
@@ -473,8 +475,8 @@ class Growth:
         """
         folder = folder_of(folder)
         reshard(self.model)
-        blocks = self._added_blocks
-        save_grown(self.model, self._resized(), folder if self.population.ranks.first else None, blocks=blocks)
+        to = folder if self.population.ranks.first else None
+        save_grown(self.model, self._resized(), to, blocks=self._added_blocks, counts=self._counts())
 
     def summary(self) -> dict[str, Any]:
         """Return what became of the seeds, as plain values: lists of those planted, kept and removed, each with its reason.
@@ -513,9 +515,9 @@ class Growth:
                     f"{counted(state.step, 'decision')}, so nothing was planted or incubated until the share had fallen; raise "
                     f"{name} or every, or give a smaller probe"
                 )
-        if self.population.why_no_block and not self.population.grafts.blocks:
-            name, why = next(iter(self.population.why_no_block.items()))
-            sentences.append(f"the blueprint 'block' can be planted at no site; at {name!r}, for one: {why}")
+        for blueprint, reasons in self.population.why_no_copy.items():
+            name, why = next(iter(reasons.items()))
+            sentences.append(f"the blueprint {blueprint!r} can be planted at no site; at {name!r}, for one: {why}")
         if self.finished:
             sentences += unfinished(view, self.engine.config.gates, self.attempts.allowed_last)
         return {
@@ -561,6 +563,8 @@ class Growth:
             if entry == "weight" and is_layer(layer := self.model.get_submodule(path)):
                 was, now = (matrix(layer, torch.empty(own, device="meta")).shape for own in (shape, layer.weight.shape))
                 changes.append(f"{path}: {was[1]} -> {was[0]} became {now[1]} -> {now[0]}")
+        for path, own in self.population.counts.items():
+            changes += [f"{path}.{name} {was} became {now}".lstrip(".") for name, (was, now) in own.items()]
         for stack, (before, after) in self.deepened.items():
             name = "blocks" if stack in ("", "blocks") else f"{stack}: blocks"
             changes.append(f"{name} {before} -> {after}")
@@ -857,7 +861,7 @@ class Growth:
         """Make the seeds that were kept parts of layers and stacks, as far as they can be; note the others with the reason."""
         population = self.population
         at = {site.name: site.after for site in population.sites if planted_at(self.model, site.name) is not None}
-        blocks = [name for name in at if (seed := planted_at(self.model, name)) is not None and seed.copies]
+        blocks = [name for name in at if (seed := planted_at(self.model, name)) is not None and seed.copies == "behind"]
         beside: dict[str, str] = {}
         for name in [each for each in at if each not in blocks]:
             if (why_not := population.fold(name)) is None:
@@ -911,6 +915,10 @@ class Growth:
             for network in (self.model, *self.population.grafts.copies)
             for path in count_in_configs(network, self.widened)
         ]
+
+    def _counts(self) -> dict[str, dict[str, int]]:
+        """Return the attributes that count units which were added, as they are now, by the path of their module."""
+        return {path: {name: now for name, (_, now) in own.items()} for path, own in self.population.counts.items()}
 
     def _plant_kept(self, network: nn.Module) -> None:
         """Plant the seeds that were kept in another copy of the model; their weights are still to be filled in."""
@@ -1107,7 +1115,8 @@ def _within_budget(population: LivePopulation, budget: float) -> Space:
     """Return the space of a population without the seeds that exceed the whole budget. Raises InputError if nothing fits."""
     space, host = population.space, int(population.host_params[0])
     if not space.fits.any():
-        why = [f"; at {name!r}, for one, {reason}" for name, reason in population.why_no_block.items()][:1]
+        reasons = [each for why in population.why_no_copy.values() for each in why.items()]
+        why = [f"; at {name!r}, for one, {reason}" for name, reason in reasons[:1]]
         raise InputError(
             f"no blueprint of the menu fits a site: the menu is {', '.join(entry.name for entry in space.blueprints)}; name "
             "others, as settings={'blueprints': [...]}" + "".join(why)

@@ -15,11 +15,12 @@ from torch.utils.hooks import RemovableHandle
 
 from esper.kasmina.blueprints import Blueprint, drawn_with
 from esper.kasmina.blueprints.functions import RELU, Pointwise
+from esper.kasmina.graft.beside import Units, narrow_copy
 from esper.kasmina.graft.grafted import Reading, bank_at, holders, plant, planted_at, uproot
 from esper.kasmina.graft.grown import is_grafted, prefix_behind, sites_of
 from esper.kasmina.graft.planted import Bank, Mode, Planted, Recipe, Seat
 from esper.kasmina.graft.sharding import is_sharded, placed, reshard, shard_like
-from esper.kasmina.graft.stacks import IN_BLOCK, new_block, own_parameters
+from esper.kasmina.graft.stacks import IN_BLOCK, copy_of_block, copy_seed, own_parameters
 from esper.kasmina.slot import Seed
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Blend
@@ -138,6 +139,7 @@ class Grafts:
         self.compilations = Compilations(network)
         # by site where a further block can be added: parameters of a copy of the site's block that are 0 at birth
         self.blocks: Mapping[str, tuple[str, ...]] = {}
+        self.units: Mapping[str, Units] = {}  # by site where a narrow copy of the site's submodule can be added
         self._blueprint_of: dict[str, int] = {}  # by site, of the seeds that are there
         self._handles: list[RemovableHandle] = []
         self._seats: list[Seat] = []  # of the network, while there are any
@@ -170,7 +172,8 @@ class Grafts:
     def fits(self, slot: int, entry: Blueprint) -> bool:
         """Return whether a blueprint can be planted at a site."""
         site, reading = self.sites[slot], self.readings[slot]
-        if (entry.again and not reading.again) or (entry.copies and site.name not in self.blocks):
+        copied: Mapping[str, Any] = self.blocks if entry.copies == "behind" else self.units
+        if (entry.again and not reading.again) or (entry.copies and site.name not in copied):
             return False
         return reading.widths[entry.tap] > 0 and entry.fits(site.stream.kind, causal=site.causal)
 
@@ -178,9 +181,12 @@ class Grafts:
         """Return the parameters of a seed."""
         reads = self.readings[slot].widths[self.menu[blueprint].tap]
         gate = reads + 1 if blend == Blend.GATE else 0
-        if self.menu[blueprint].copies:
-            block = own_parameters(self.network.get_submodule(self.sites[slot].after))
-            return sum(parameter.numel() for parameter in block.values()) + gate
+        if copies := self.menu[blueprint].copies:
+            site = self.sites[slot]
+            block = self.network.get_submodule(site.after)
+            if copies == "beside":
+                return self.units[site.name].cost(block) + gate
+            return sum(parameter.numel() for parameter in own_parameters(block).values()) + gate
         return self.menu[blueprint].parameters(reads, self.sites[slot].stream.width) + gate
 
     def offers(self) -> tuple[Bools, NDArray[np.int64]]:
@@ -243,8 +249,14 @@ class Grafts:
         after = self.network.get_submodule(site.after)
         like = next((p for p in (*after.parameters(), *self.host) if p.is_floating_point()), None)
         if entry.copies:
-            own = new_block(after, self.blocks[site.name], site, entry, reads, blend)
-            own.recipe = Recipe(site, entry.name, reads)
+            counts: Mapping[str, Mapping[str, int]] = {}
+            if entry.copies == "beside":
+                units = self.units[site.name]
+                block, counts = narrow_copy(after, units, key), units.counted(units.number)
+            else:
+                block = copy_of_block(after, self.blocks[site.name])
+            own = copy_seed(block, site, entry, reads, blend)
+            own.recipe = Recipe(site, entry.name, reads, counts=counts)
             return own.train(after.training)
         with drawn_with(key):
             seed = Seed(entry.built(reads, site.stream.width, function), reads)

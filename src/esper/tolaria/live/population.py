@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from esper.kasmina.blueprints import Blueprint
-from esper.kasmina.graft.folding import fold, functions_between
+from esper.kasmina.graft.beside import find_units, join_units
+from esper.kasmina.graft.folding import fold, functions_between, is_layer
 from esper.kasmina.graft.grafted import holders, planted_at, survey, undisturbed
-from esper.kasmina.graft.grown import CHILD, POINT, prefix_behind, root_of, sites_of, stream_of
+from esper.kasmina.graft.grown import CHILD, POINT, class_of, prefix_behind, root_of, sites_of, stream_of
 from esper.kasmina.graft.planted import Mode, Planted
 from esper.kasmina.graft.recording import call
 from esper.kasmina.graft.sharding import fill, gather, is_sharded, placed, reshard
@@ -165,14 +166,23 @@ class LivePopulation:
         self.host_params = np.array([sum(parameter.numel() for parameter in network.parameters())])
         self.fresh = [np.zeros(0, np.int64)]  # the loop's data are its own
         self.absorbed_seeds = self.absorbed_params = 0  # seeds that are units of layers by now, and what they added
+        # Attributes of a person's modules that count units which narrow copies added to, before and now, by path and name.
+        self.counts: dict[str, dict[str, tuple[int, int]]] = {}
         self.grafts = Grafts(network, averages, groups, self.menu, readings, functions, ranks)
-        # Why no further block can be added at a site, by its name.
-        self.why_no_block: dict[str, str] = {}
-        if any(entry.copies for entry in self.menu):
+        # By the name of a blueprint that copies the submodule of a site: why it can be planted at no site, by site.
+        self.why_no_copy: dict[str, dict[str, str]] = {}
+        for entry in {entry.name: entry for entry in self.menu if entry.copies}.values():
+            found: Mapping[str, Any] = {}
             if is_sharded(network):
-                self.why_no_block = {site.name: "blocks are added in one process alone" for site in self.sites}
+                why = {site.name: f"{entry.name!r} is planted in no sharded network" for site in self.sites}
+            elif entry.copies == "behind":
+                found, why = find_blocks(network, self.sites, probe.first)
+                self.grafts.blocks = found
             else:
-                self.grafts.blocks, self.why_no_block = find_blocks(network, self.sites, probe.first)
+                found, why = find_units(network, self.sites, probe.first)
+                self.grafts.units = found
+            if not found:
+                self.why_no_copy[entry.name] = why
         self.incubation = Incubation(network, groups, probe, config.lifecycle.proximal, ranks)
         self.ranks, self.shared = ranks, shared
         # By site of each seed on trial; None where the loop gives no batches, or layers became wider since.
@@ -346,8 +356,19 @@ class LivePopulation:
         Layers become wider in one process alone: DistributedDataParallel and `fully_shard` know the sizes of parameters.
         """
         passes = self.probe_batches.passes() if self.ranks.first or self.ranks.together else []
-        before = dict(self.network.named_parameters())
-        why_not = fold((self.network, *self.grafts.copies), name, passes, self.ranks.agreed, pairs=self._alone)
+        before, networks = dict(self.network.named_parameters()), (self.network, *self.grafts.copies)
+        planted = self.grafts.at(name)
+        if planted is None or planted.copies != "beside":
+            why_not = fold(networks, name, passes, self.ranks.agreed, pairs=self._alone)
+        elif not self._alone:
+            why_not = "units are added in one process alone"
+        elif (why_not := join_units(networks, name, units := self.grafts.units[name], passes)) is None:
+            for path, own in units.counts.items():
+                where = f"{sites_of(self.network)[name].after}.{path}".strip(".")
+                part = self.network.get_submodule(where)
+                # A layer's counts follow from its weights.
+                if own and not is_layer(part) and not class_of(part).__module__.startswith("torch."):
+                    self.counts[where] = {each: (value, vars(part)[each]) for each, value in own.items()}
         follow([self.groups.optimizer], before, dict(self.network.named_parameters()))
         return why_not
 
@@ -356,8 +377,6 @@ class LivePopulation:
 
         Returns None if it is one, otherwise why not. The sites and seeds behind it then have other places.
         """
-        if not self._alone:
-            return "blocks are added in one process alone"
         networks = (self.network, *self.grafts.copies)
         if (why_not := add_block(networks, name, self.probe_batches.passes())) is not None:
             return why_not

@@ -1,0 +1,316 @@
+"""Add units to any submodule: seeds that are a narrow copy of it beside it, and then part of it.
+
+    m(x)   becomes   m(x) + alpha B(x)
+
+B is a copy of m that has some of its units: attention heads, gated units, channels. They are drawn anew, and its last layers are
+0 at first. Where m only adds up what its units write, B can stand within it: m has more units then, and computes the same.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from esper.kasmina.graft.flow import CONVOLUTIONS
+from esper.kasmina.graft.folding import Pass, is_layer, same_values, successor
+from esper.kasmina.graft.grafted import copied, planted_at, undisturbed
+from esper.kasmina.graft.grown import called_beside, class_of, first_tensor, sites_of
+from esper.kasmina.graft.multiplying import Axis, Multiplication, Variant, is_width, saved_with_configs, whole_numbers
+from esper.kasmina.graft.planted import Mode
+from esper.kasmina.graft.recording import distance, floats, replaced, results
+from esper.kasmina.graft.stacks import Alone, calls_of, copy_of_block, own_parameters, silenced
+from esper.leyline.errors import InputError, in_words
+from esper.leyline.lifecycle.actions import Blend
+from esper.leyline.lifecycle.slots import Site
+from esper.leyline.text import with_article
+
+SHARE = 4
+"""A narrow copy has one in so many of the units of its submodule, and at least one."""
+
+
+_NO_UNITS = "it has no units of its own"
+
+
+class Units(NamedTuple):
+    """Describes which units of a submodule a narrow copy has, and where they stand once they are part of it."""
+
+    axes: Mapping[str, Sequence[Axis]]  # along which units lie, by the names of parameters and buffers in the submodule
+    counts: Mapping[str, Mapping[str, int]]  # what counts them there, by the paths of parts of the submodule
+    number: int  # units of the copy
+    of: int  # units of the submodule
+    parts: bool  # whether a layer writes all units several times, one behind the other, as query, key and value
+    last: Sequence[str]  # parameters of the last layers, which are 0 at first; those without units stay 0
+
+    def counted(self, units: int) -> dict[str, dict[str, int]]:
+        """Return what counts the units in a submodule that has so many of them."""
+        return {
+            path: {name: value * units // self.of for name, value in own.items()} for path, own in self.counts.items()
+        }
+
+    def shape(self, name: str, tensor: Tensor) -> torch.Size:
+        """Return the shape that a tensor of the submodule has in the copy."""
+        along = {each.axis for each in self.axes.get(name, ())}
+        return torch.Size(
+            size * self.number // self.of if axis in along else size for axis, size in enumerate(tensor.shape)
+        )
+
+    def cost(self, block: nn.Module) -> int:
+        """Return the parameters of the copy that learn."""
+        own = own_parameters(block)
+        named = [name for name in own if name in self.axes or name not in self.last]
+        return sum(math.prod(self.shape(name, own[name])) for name in named)
+
+    def places(self, axis: Axis, size: int) -> tuple[Tensor, Tensor]:
+        """Return where the elements of the submodule lie along an axis once it has those of the copy, and where these lie."""
+        blocks = size // axis.block
+        parts = blocks // self.of if self.parts else 1
+        own = blocks // parts
+        per = own + own * self.number // self.of
+        place = torch.arange(parts * per * axis.block).view(parts, per, axis.block)
+        return place[:, :own].flatten(), place[:, own:].flatten()
+
+    def chosen(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the elements of a tensor of the submodule that belong to its first units, as many as the copy has."""
+        for axis in self.axes[name]:
+            size = tensor.shape[axis.axis]
+            parts = size // axis.block // self.of if self.parts else 1
+            grouped = tensor.unflatten(axis.axis, (parts, -1))
+            taken = grouped.narrow(axis.axis + 1, 0, size // parts * self.number // self.of)
+            tensor = taken.flatten(axis.axis, axis.axis + 1)
+        return tensor.clone()
+
+    def joined(self, name: str, own: Tensor, more: Tensor) -> Tensor:
+        """Return a tensor of the submodule with the elements of the copy among its own."""
+        places = {axis.axis: self.places(axis, own.shape[axis.axis]) for axis in self.axes[name]}
+        shape = [
+            len(places[axis][0]) + len(places[axis][1]) if axis in places else size
+            for axis, size in enumerate(own.shape)
+        ]
+        made = own.new_zeros(shape)
+        for at, value in enumerate((own, more)):
+            index = [places[axis][at] if axis in places else torch.arange(size) for axis, size in enumerate(own.shape)]
+            spread = [
+                each.view([-1 if axis == place else 1 for axis in range(own.dim())]) for place, each in enumerate(index)
+            ]
+            made[tuple(each.to(own.device) for each in spread)] = value.to(own)
+        return made
+
+
+def narrow_copy(block: nn.Module, units: Units, key: int) -> nn.Module:
+    """Return a copy of a submodule with fewer units, drawn by a key: matrices as wide as those of the submodule are spread."""
+    made, generator = copy_of_block(block), torch.Generator().manual_seed(key)
+    parts, tensors = dict(made.named_modules()), {**own_parameters(block), **dict(block.named_buffers())}
+    with torch.no_grad():
+        for name in units.axes:
+            path, _, entry = name.rpartition(".")
+            held, own = getattr(parts[path], entry), tensors[name].detach()
+            value = units.chosen(name, own)
+            if name in units.last:
+                value.zero_()
+            elif value.dim() > 1:
+                value = (float(own.double().std(correction=0)) * torch.randn(value.shape, generator=generator)).to(own)
+            setattr(parts[path], entry, successor(held, value) if isinstance(held, nn.Parameter) else value)
+        for name in units.last:
+            if name not in units.axes:
+                made.get_parameter(name).requires_grad_(False).zero_()
+    _count(made, units.counted(units.number))
+    return made
+
+
+def narrow_copy_of_shapes(
+    block: nn.Module, shapes: Mapping[str, Sequence[int]], counts: Mapping[str, Mapping[str, int]]
+) -> nn.Module:
+    """Return a copy of a submodule with other counts of units and shapes of parameters and buffers; new ones are not filled."""
+    made = copy_of_block(block)
+    for name, held in [*made.named_parameters(), *made.named_buffers()]:
+        path, _, entry = name.rpartition(".")
+        if name in shapes and list(held.shape) != list(shapes[name]):
+            value = held.detach().new_empty(shapes[name])
+            setattr(
+                made.get_submodule(path), entry, successor(held, value) if isinstance(held, nn.Parameter) else value
+            )
+    _count(made, counts)
+    return made
+
+
+def _count(block: nn.Module, counts: Mapping[str, Mapping[str, int]]) -> None:
+    """Set the attributes that count units in the parts of a submodule, where it has such parts and attributes."""
+    parts = dict(block.named_modules())
+    for path, own in counts.items():
+        held: Any = vars(parts[path]) if path in parts else {}
+        held.update({name: value for name, value in own.items() if type(held.get(name)) is int})
+
+
+def find_units(network: nn.Module, sites: Sequence[Site], example: Any) -> tuple[dict[str, Units], dict[str, str]]:
+    """Return the units that a narrow copy can add at each site, by its name; then for every other site why there are none.
+
+    A copy is run as the submodule was on the example: it must return 0 while its last layers are 0, one of its parameters must
+    have a gradient, and the submodule must compute the sum of both with the units of the copy among its own.
+    """
+    found, reasons = dict[str, Units](), dict[str, str]()
+    with undisturbed(network):
+        calls = calls_of(network, sites, example)
+        for site in sites:
+            try:
+                if site.name not in calls:
+                    raise InputError("no forward pass calls it")
+                given, _ = calls[site.name]
+                found[site.name] = _units_of(network.get_submodule(site.after), given)
+            except InputError as error:
+                reasons[site.name] = re.sub(r"\bblock\.", "", str(error), count=1)  # its name in `Alone`
+    return found, dict(sorted(reasons.items(), key=lambda item: item[1] == _NO_UNITS))  # the more telling ones first
+
+
+def _units_of(block: nn.Module, given: Any) -> Units:
+    """Return the units of a submodule that was called with arguments. InputError if a copy with fewer cannot be part of it."""
+    own = first_tensor(*given)
+    if isinstance(block, nn.MultiheadAttention):
+        raise InputError("the heads of an nn.MultiheadAttention are as wide together as its stream")
+    if own is None:
+        raise InputError("it reads no floating-point tensor")
+    alone = Alone(copy_of_block(block), lambda each, x: called_beside(replaced(given, own, x), each, attached=False))
+    last = next(silenced(alone, "block", own), None)
+    if last is None:
+        raise InputError("no layer of it writes what it returns")
+    problem = ""
+    for units in _candidates(alone, own, last):
+        try:
+            _try(block, given, units)
+        except InputError as error:
+            problem = problem or str(error)
+        else:
+            return units
+    raise InputError(problem)
+
+
+def _candidates(alone: Alone, own: Tensor, last: Sequence[str]) -> Iterator[Units]:
+    """Yield the ways in which units may lie in a submodule. InputError if they cannot be found, or added to."""
+    variants: tuple[Variant, ...] = ("plain", "by head")
+    for variant in variants:
+        found = Multiplication(alone, own, variant=variant)
+        axes = {name.removeprefix("block."): each for name, each in found.axes.items()}
+        if any(each.stream for own_axes in axes.values() for each in own_axes):
+            raise InputError("a norm runs over all of its units")
+        tensors = {**dict(alone.block.named_parameters()), **dict(alone.block.named_buffers())}
+        for name in axes:
+            path = name.rpartition(".")[0]
+            part = alone.block.get_submodule(path)
+            norm = isinstance(part, nn.modules.batchnorm._BatchNorm)
+            if not (norm or is_layer(part)) or (isinstance(part, CONVOLUTIONS) and part.groups > 1):
+                raise InputError(f"{path!r} is {with_article(type(part).__name__)}, to which no units are added")
+        if beside := [name for name, _ in alone.block.named_parameters() if name not in axes and name not in last]:
+            raise InputError(f"{beside[0]} belongs to none of its units")
+        of = math.gcd(
+            *(tensors[name].shape[each.axis] // each.block for name, own_axes in axes.items() for each in own_axes)
+        )
+        if of == 0:
+            raise InputError(_NO_UNITS)
+        counts = {
+            path.removeprefix("block").removeprefix("."): {
+                name: value for name, value in own_counts.items() if type(value) is int and value % of == 0
+            }
+            for path, own_counts in found.counts.items()
+            if ":" not in path
+        }
+        read = {tensors[name].shape[each.axis] for name, own_axes in axes.items() for each in own_axes if each.reads}
+        further = {path: dict(own) for path, own in counts.items()}
+        for (
+            path,
+            part,
+        ) in alone.block.named_modules():  # such as the width of a query where query, key and value are one layer
+            if not class_of(part).__module__.startswith("torch."):
+                named = {name: value for name, value in whole_numbers(part) if value in read and is_width(name)}
+                further[path] = named | further.get(path, {})
+        for counted in (counts, further):
+            for parts in (False, True):
+                yield Units(axes, counted, max(1, of // SHARE), of, parts, tuple(last))
+
+
+def _try(block: nn.Module, given: Any, units: Units) -> None:
+    """Raise InputError if a narrow copy of a submodule cannot run, begin without effect, learn, and become part of it."""
+    made = narrow_copy(block, units, 0)
+    with in_words("a narrow copy of it fails"), torch.enable_grad():
+        output = called_beside(given, made, attached=False)
+        trained = [parameter for parameter in made.parameters() if parameter.requires_grad]
+        if bool(output.any()):
+            raise InputError(
+                "a narrow copy of it cannot begin as one that adds nothing: it returns more than its last layers write"
+            )
+        gradients = torch.autograd.grad(distance(output), trained, allow_unused=True) if output.requires_grad else ()
+        if not any(each is not None and bool(each.any()) for each in gradients):
+            raise InputError("a narrow copy of it would never learn")
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for name in units.last:
+                if name in units.axes:
+                    value = made.get_parameter(name)
+                    value.copy_(torch.randn(value.shape, generator=generator) / math.sqrt(value.shape[-1]))
+            expected = called_beside(given, block, attached=False) + called_beside(given, made, attached=False)
+            wider = copied(block)
+            _join(wider, made, units, 1.0)
+    with in_words("it fails with more units"), torch.no_grad():
+        found = called_beside(given, wider, attached=False)
+    if not same_values(expected, found, torch.finfo(found.dtype).eps):
+        raise InputError("with more units it does not compute the sum, as where it depends on their number")
+
+
+@torch.no_grad()
+def _join(block: nn.Module, made: nn.Module, units: Units, dose: float) -> None:
+    """Let the units of a narrow copy, at a dose, be units of a submodule."""
+    more = {**dict(made.named_parameters()), **dict(made.named_buffers())}
+    for name in units.axes:
+        path, _, entry = name.rpartition(".")
+        part = block.get_submodule(path)
+        held = getattr(part, entry)
+        value = units.joined(name, held.detach(), more[name].detach() * (dose if name in units.last else 1))
+        setattr(part, entry, successor(held, value) if isinstance(held, nn.Parameter) else value)
+    _count(block, units.counted(units.of + units.number))
+
+
+@torch.no_grad()
+def join_units(networks: Sequence[nn.Module], name: str, units: Units, passes: Sequence[Pass]) -> str | None:
+    """Make the seed at a site, a narrow copy, units of its submodule: in a network and its moving averages, or in none.
+
+    They are only if every pass gives what it gave before, to rounding, in evaluation mode. Returns None if so, otherwise why not,
+    to be read behind a colon. The seed itself is not removed.
+    """
+    after = sites_of(networks[0])[name].after
+    seeds = [seed for network in networks if (seed := planted_at(network, name)) is not None]
+    if seeds[0].blend != Blend.ADD:
+        return f"by the blend {seeds[0].blend.name} what it adds depends on the stream"
+    host = networks[0].get_submodule(after)
+    holders = [parameter for part in networks[0].modules() for parameter in part._parameters.values()]
+    for each in units.axes:
+        own = dict(host.named_parameters()).get(each)
+        if own is not None and not own.requires_grad:
+            return f"{after}.{each}, which it would change, is frozen"
+        if own is not None and sum(own is other for other in holders) > 1:
+            return f"{after}.{each}, which it would change, belongs to two modules"
+    with undisturbed(*networks):
+        undo = saved_with_configs(networks)
+        try:
+            expected = [
+                [value.clone() for value in floats(results(run(network)))] for network in networks for run in passes
+            ]
+            for network, seed in zip(networks, seeds, strict=True):
+                delta: Any = seed.seed.delta
+                _join(network.get_submodule(after), delta.block, units, float(seed.alpha))
+                seed.mode = Mode.OFF
+            with in_words("the wider network fails"):
+                found = [list(floats(results(run(network)))) for network in networks for run in passes]
+            same = all(
+                len(before) == len(now)
+                and all(
+                    same_values(one, other, torch.finfo(one.dtype).eps) for one, other in zip(before, now, strict=True)
+                )
+                for before, now in zip(expected, found, strict=True)
+            )
+            if not same:
+                raise InputError("the outputs would differ, as where the network depends on their number")
+        except InputError as error:
+            undo()
+            return str(error)
+    return None
