@@ -5,9 +5,11 @@ import copy
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from tests.runs.test_growth_hosts import HOSTS, VOCABULARY, Decoder, positions, tokens
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from esper.kasmina.blueprints import drawn_with, get_blueprint
@@ -354,3 +356,33 @@ def test_a_misspelled_name_of_it_is_named():
             steps=10,
             settings={"blueprints": ["blok"]},
         )
+
+
+def in_each_process(rank, folder):
+    """Train a residual network by two processes with other batches, add a block, train on, and write what it became."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
+    with drawn_with(0):
+        model = DistributedDataParallel(Residual().double())
+    growth = planting("blocks.1", model=model)
+    optimizer = growth.population.groups.optimizer
+    for number in range(16):
+        x, y = vectors(2 * number + rank)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number < 12:
+            growth.step(x, y)
+        elif not growth.finished:
+            growth.finish()
+    torch.save((growth.deepened, growth.model.state_dict()), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
+def test_several_processes_add_a_block_alike_and_train_it_on(tmp_path):
+    torch.multiprocessing.spawn(in_each_process, (str(tmp_path),), nprocs=2)
+    (deepened, one), (_, other) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert deepened == {"blocks": (3, 4)}
+    assert "blocks.3.up.weight" in one
+    assert one.keys() == other.keys()
+    assert all(torch.equal(value, other[name]) for name, value in one.items())

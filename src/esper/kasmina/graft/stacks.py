@@ -192,11 +192,15 @@ def _zeros_at_birth(block: nn.Module, given: Any, first: Tensor | None) -> tuple
 
 
 @torch.no_grad()
-def add_block(networks: Sequence[nn.Module], name: str, passes: Sequence[Pass]) -> str | None:
+def add_block(
+    networks: Sequence[nn.Module], name: str, passes: Sequence[Pass], share: Callable[[str], str] = str
+) -> str | None:
     """Make the seed at a site, which is a block, a member of its stack: in a network and its moving averages, or in none.
 
     It is a member only if every pass gives what it gave before, to rounding, in evaluation mode. Returns None if so, otherwise
     why not, to be read behind a colon. The seed itself is not removed.
+
+    share: returns the reason of the one of several processes that makes the passes, "" for none; all call this.
     """
     site, planted = sites_of(networks[0])[name], [planted_at(network, name) for network in networks]
     seeds = [seed for seed in planted if seed is not None and isinstance(seed.seed.delta, CopySeed)]
@@ -210,6 +214,7 @@ def add_block(networks: Sequence[nn.Module], name: str, passes: Sequence[Pass]) 
     if not any(own.requires_grad for own in own_parameters(networks[0].get_submodule(site.after)).values()):
         return "the block that it is behind is frozen"
     count = blocks_of_one_class(networks[0].get_submodule(path), place)
+    why_not = ""
     with undisturbed(*networks):
         undo, ran = saved_with_configs(networks), list[bool]()
         try:
@@ -234,7 +239,9 @@ def add_block(networks: Sequence[nn.Module], name: str, passes: Sequence[Pass]) 
                             )
         except InputError as error:
             undo()
-            return str(error)
+            why_not = str(error)
+    if why_not := share(why_not):
+        return why_not
     for network, block in zip(networks, blocks, strict=True):
         insert(network, path, place + 1, [block], count)
     return None

@@ -378,7 +378,8 @@ class LivePopulation:
         Returns None if it is one, otherwise why not. The sites and seeds behind it then have other places.
         """
         networks = (self.network, *self.grafts.copies)
-        if (why_not := add_block(networks, name, self.probe_batches.passes())) is not None:
+        passes = self.probe_batches.passes() if self.ranks.first else []
+        if (why_not := add_block(networks, name, passes, self.ranks.from_first)) is not None:
             return why_not
         self.grafts.join(name)
         stack, place = stack_of(sites_of(self.network)[name].after)
