@@ -837,7 +837,11 @@ def site(after="stem", around=None, stream=None, name="a"):
         (net, site("blocks"), "is a ModuleList, which is never called"),
         (own_forward, site(), "has a forward of its own"),
         (quantised, site("blocks.0.lift"), "is quantised"),
-        (encoder, site("layers.0.linear1"), "within an nn.TransformerEncoderLayer.*use 'layers.0' itself"),
+        (
+            encoder,
+            site("layers.0.self_attn.out_proj"),
+            "within an nn.MultiheadAttention.*use 'layers.0.self_attn' itself",
+        ),
         (lambda: torch.jit.script(nn.Linear(5, 3)), site(""), "scripted by torch.jit"),
         (lambda: torch.compile(net()), site("stem"), "is compiled; graft the module itself"),
         (lambda: nn.DataParallel(net()), site("module.stem"), "wrapped in DataParallel"),
@@ -864,13 +868,42 @@ def test_sites_are_found_on_an_example():
         graft(net(), ["head"], example=batch())
 
 
-def test_what_a_fused_layer_skips_is_left_out_of_the_sites_that_are_found():
-    layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True)
-    model = nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(WIDTH, 3))
+class Padded(nn.Module):
+    """Runs torch's encoder on examples whose last position is padding: in evaluation mode as nested tensors, layer by layer."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True)
+        self.body, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        padding = torch.arange(x.shape[1]).expand(x.shape[:2]) == x.shape[1] - 1
+        return self.head(self.body(x, src_key_padding_mask=padding)[:, :-1].mean(1))
+
+
+@pytest.mark.parametrize("after", ["body.layers.0", "body.layers.0.linear2"])
+def test_a_seed_in_an_encoder_of_torch_runs_where_its_layers_would_be_fused(after):
     with drawn_with(2):
-        graft(model, example=torch.randn(4, 5, WIDTH))
-    assert list(model.sites) == ["0.layers.0", "0.layers.1"]
-    assert "skips its parts in evaluation mode" in repr(model.sites)
+        model, x = Padded().eval(), torch.randn(4, 5, WIDTH)
+    graft(model, example=x)
+    first = "body.layers.0"
+    assert [name for name in model.sites if name.startswith(first)] == [f"{first}.linear1", f"{first}.linear2", first]
+    with torch.no_grad():
+        alone = model(x)
+        plant(model, after, seed(kind=Kind.SEQUENCE))
+        for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            fused = each(x)
+            torch.backends.mha.set_fastpath_enabled(False)
+            try:
+                plain = each(x)
+            finally:
+                torch.backends.mha.set_fastpath_enabled(True)
+            assert torch.allclose(fused, plain, atol=1e-5)
+        assert not torch.allclose(fused, alone, atol=1e-3), "the seed acts"
+        ungraft(model)
+        assert torch.equal(model(x), alone), "its layers are fused again"
+    assert model.body.use_nested_tensor
+    assert not any(part._forward_pre_hooks for part in model.modules())
 
 
 def test_the_sites_are_an_attribute_of_the_network_alone():

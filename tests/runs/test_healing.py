@@ -176,7 +176,7 @@ def test_a_transformer_encoder_is_healed_at_its_layers_and_lora_adapts_its_atten
     with drawn_with(1):
         model = Encoder().eval()
     result = esper.heal(model, data, budget=0.3, steps=24)
-    assert {seed.site for seed in result.planted} <= {"body.layers.0", "body.layers.1"}
+    assert all(seed.site.startswith("body.layers.") for seed in result.planted)
     case = Case(model, {}, split(examples_of(data), 0), usual_loss, 2, 16, 0)
     adapted = adapters(case, 1e-2, ["body.layers"], 100).network.body.layers[0]
     assert parametrize.is_parametrized(adapted.self_attn, "in_proj_weight")

@@ -116,6 +116,7 @@ def plant(module: nn.Module, name: str, planted: Planted | Bank) -> None:
     setattr(after, CHILD, planted)
     point.planted = True
     _count_readers(point, planted, 1)
+    _avoid_fused(module, sites_of(module)[name].after)
 
 
 def uproot(module: nn.Module, name: str) -> None:
@@ -124,6 +125,35 @@ def uproot(module: nn.Module, name: str) -> None:
     _count_readers(point, getattr(after, CHILD), -1)
     delattr(after, CHILD)
     point.planted = False
+    _avoid_fused(module, sites_of(module)[name].after)
+
+
+def _avoid_fused(module: nn.Module, path: str) -> None:
+    """Let the encoder of torch around a submodule call it, with padded tensors, while it has a seed.
+
+    In evaluation mode without gradients nn.TransformerEncoderLayer computes its parts in one kernel, unless one of them has a
+    hook, and nn.TransformerEncoder gives its layers nested tensors, which have no shape.
+    """
+    after = module.get_submodule(path)
+    seeds, names = (Planted, Bank), path.split(".")
+    hooks = after._forward_pre_hooks
+    for key in [key for key, hook in hooks.items() if hook is _changes_nothing]:
+        del hooks[key]
+    for depth in range(len(names)):
+        parent = module.get_submodule(".".join(names[:depth]))
+        if isinstance(parent, nn.TransformerEncoder):
+            seeded = any(isinstance(part, seeds) for part in parent.modules())
+            if seeded and vars(parent).get("use_nested_tensor"):
+                vars(parent).update(use_nested_tensor=False, _esper_nested=True)
+            elif not seeded and vars(parent).pop("_esper_nested", False):
+                parent.use_nested_tensor = True
+        elif isinstance(parent, nn.TransformerEncoderLayer) and isinstance(getattr(after, CHILD, None), seeds):
+            after.register_forward_pre_hook(_changes_nothing)
+            break
+
+
+def _changes_nothing(part: nn.Module, args: Any) -> None:
+    """Do nothing before a submodule runs."""
 
 
 def planted_at(module: nn.Module, name: str) -> Planted | None:
@@ -330,15 +360,10 @@ def _not_now(root: nn.Module, path: str) -> str:
 
 
 def _fused(root: nn.Module, path: str) -> str:
-    """Return why a submodule is not called in evaluation mode, although it is in training mode; empty where it is."""
-    parts = path.split(".")
-    for depth in range(1, len(parts)):
-        parent = root.get_submodule(".".join(parts[:depth]))
-        if isinstance(parent, nn.TransformerEncoderLayer | nn.MultiheadAttention):
-            name = ".".join(parts[:depth])
-            return (
-                f"within an nn.{type(parent).__name__}, which skips its parts in evaluation mode; use {name!r} itself"
-            )
+    """Return why a submodule is not called, although its parameters are used; empty where it is."""
+    name = path.rpartition(".")[0]
+    if path and isinstance(root.get_submodule(name), nn.MultiheadAttention):
+        return f"within an nn.MultiheadAttention, which does not call its parts; use {name!r} itself"
     return ""
 
 
