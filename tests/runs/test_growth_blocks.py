@@ -339,7 +339,7 @@ def test_what_can_have_no_further_block_says_so():
         InputError, match="mode='reserve' runs all that can be planted in every pass, and 'block' would run"
     ):
         decoder(Decoder, mode="reserve")
-    with pytest.raises(InputError, match=r"settings sets lifecycle\.absorb, by which layers become wider"):
+    with pytest.raises(InputError, match=r"settings sets lifecycle\.absorb, by which layers of a block become wider"):
         decoder(Decoder, settings={"lifecycle": {"absorb": True}})
     with pytest.raises(InputError, match="blueprint 'block' copies the submodule of a site, which no population has"):
         get_blueprint("block")

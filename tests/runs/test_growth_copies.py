@@ -9,6 +9,7 @@ from tests.runs.test_growth_hosts import VOCABULARY, positions, tokens
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+import esper
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.beside import find_units
 from esper.kasmina.graft.find_sites import find_sites
@@ -272,9 +273,64 @@ def test_each_submodule_without_units_to_add_has_a_reason():
     assert reasons["blocks.0"] == "a norm runs over all of its units"
     with pytest.raises(InputError, match=r"at 'blocks\.0', for one, a norm runs over all"):
         planting(model=model)
-    with pytest.raises(
-        InputError, match=r"lifecycle\.absorb, by which layers become wider, and the blueprint 'narrow-co"
-    ):
-        planting(settings={"lifecycle": {"absorb": True}}, controller="heuristic")
     with pytest.raises(InputError, match="'narrow-copy' would run"):
         planting(mode="reserve")
+
+
+class Product(nn.Module):
+    """Adds up products of what two layers return, one for each of its units."""
+
+    def __init__(self):
+        super().__init__()
+        self.units, self.one, self.two, self.out = 4, nn.Linear(6, 4), nn.Linear(6, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.out((self.one(x) * self.two(x)).view(-1, self.units))
+
+
+def growing_at_once():
+    """A growth by a rule whose kept copies become units while the network trains."""
+    with drawn_with(0):
+        model, target = nn.Sequential(nn.Linear(6, 6), Product(), nn.Tanh(), nn.Linear(3, 3)), Product()
+    growth = Growth(
+        esper.graft(model, ["1"], example=torch.randn(4, 6)),
+        torch.optim.AdamW(model.parameters(), lr=0.01),
+        probe=[products(target, key) for key in (1, 2)],
+        loss=F.mse_loss,
+        budget=2.0,
+        budget_passes=None,
+        every=2,
+        settings={**SETTINGS, "blueprints": ["narrow-copy"], "lifecycle": {"absorb": True}, "reward": {"rent": 0.0}},
+    )
+    return growth, target
+
+
+def products(target, key):
+    with drawn_with(key), torch.no_grad():
+        x = torch.randn(64, 6)
+        return x, 3 * target(x)
+
+
+def train(growth, target, until):
+    while not until():
+        assert growth.calls < 400
+        x, y = products(target, 10 + growth.calls)
+        F.mse_loss(growth.model(x), y).backward()
+        growth.population.groups.optimizer.step()
+        growth.population.groups.optimizer.zero_grad()
+        growth.step(x, y)
+
+
+def test_a_kept_copy_becomes_units_while_the_network_trains_and_its_place_grows_again():
+    growth, target = growing_at_once()
+    train(growth, target, lambda: growth.model[1].units == 5)
+    assert growth.folded == ["1"]
+    state = copy.deepcopy(growth.state_dict())
+    train(growth, target, lambda: growth.model[1].units == 6)
+    resumed, _ = growing_at_once()
+    resumed.load_state_dict(state)
+    assert resumed.model[1].units == 5
+    train(resumed, target, lambda: resumed.calls == growth.calls)
+    mine, theirs = resumed.finish().state_dict(), growth.finish().state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
+    assert growth.architecture.endswith("1.units 4 became 6")

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from esper.kasmina.graft.flow import CONVOLUTIONS
 from esper.kasmina.graft.folding import Pass, is_layer, same_values, successor
-from esper.kasmina.graft.grafted import copied, planted_at, undisturbed
+from esper.kasmina.graft.grafted import planted_at, undisturbed
 from esper.kasmina.graft.grown import called_beside, class_of, first_tensor, sites_of
 from esper.kasmina.graft.multiplying import Axis, Multiplication, Variant, is_width, saved_with_configs, whole_numbers
 from esper.kasmina.graft.planted import Mode
 from esper.kasmina.graft.recording import distance, floats, replaced, results
-from esper.kasmina.graft.stacks import Alone, calls_of, copy_of_block, own_parameters, silenced
+from esper.kasmina.graft.stacks import Alone, CopySeed, calls_of, copy_of_block, own_parameters, silenced
 from esper.leyline.errors import InputError, in_words
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Site
@@ -248,8 +248,8 @@ def _try(block: nn.Module, given: Any, units: Units) -> None:
                 if name in units.axes:
                     value = made.get_parameter(name)
                     value.copy_(torch.randn(value.shape, generator=generator) / math.sqrt(value.shape[-1]))
-            expected = called_beside(given, block, attached=False) + called_beside(given, made, attached=False)
-            wider = copied(block)
+            wider = copy_of_block(block)
+            expected = called_beside(given, wider, attached=False) + called_beside(given, made, attached=False)
             _join(wider, made, units, 1.0)
     with in_words("it fails with more units"), torch.no_grad():
         found = called_beside(given, wider, attached=False)
@@ -281,7 +281,15 @@ def join_units(networks: Sequence[nn.Module], name: str, units: Units, passes: S
     seeds = [seed for network in networks if (seed := planted_at(network, name)) is not None]
     if seeds[0].blend != Blend.ADD:
         return f"by the blend {seeds[0].blend.name} what it adds depends on the stream"
-    host = networks[0].get_submodule(after)
+    host, delta = networks[0].get_submodule(after), seeds[0].seed.delta
+    assert isinstance(delta, CopySeed), "the seed is a copy"
+    # Its own number of units: the submodule may have become wider since.
+    more = delta.block.state_dict()
+    first, (along, *_) = next(iter(units.axes.items()))
+    size = host.state_dict()[first].shape[along.axis]
+    units = units._replace(number=units.of * more[first].shape[along.axis] // size)
+    if any(units.shape(each, own) != more[each].shape for each, own in host.state_dict().items() if each in more):
+        return "its submodule has other widths than when it was planted"
     holders = [parameter for part in networks[0].modules() for parameter in part._parameters.values()]
     for each in units.axes:
         own = dict(host.named_parameters()).get(each)
@@ -296,8 +304,8 @@ def join_units(networks: Sequence[nn.Module], name: str, units: Units, passes: S
                 [value.clone() for value in floats(results(run(network)))] for network in networks for run in passes
             ]
             for network, seed in zip(networks, seeds, strict=True):
-                delta: Any = seed.seed.delta
-                _join(network.get_submodule(after), delta.block, units, float(seed.alpha))
+                made: Any = seed.seed.delta
+                _join(network.get_submodule(after), made.block, units, float(seed.alpha))
                 seed.mode = Mode.OFF
             with in_words("the wider network fails"):
                 found = [list(floats(results(run(network)))) for network in networks for run in passes]

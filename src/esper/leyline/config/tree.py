@@ -128,8 +128,8 @@ class LifecycleConfig(Section):
     """GERMINATE may choose a ramp of 0 steps, with which a seed acts at its target from its first step, without incubation: what
     it adds is 0 at first; the rule heuristic does so where something is plainly missing"""
     absorb: bool = False
-    """a kept seed that is further units of two layers becomes part of them at once, and its slot can be planted again; for
-    esper.Growth under the rule heuristic"""
+    """a kept seed that is further units of two layers, or a narrow copy, becomes part of the host at once, and its slot can be
+    planted again; for esper.Growth under the rule heuristic"""
     auto_advance: bool = False
     """advance an incubating seed as soon as its gate passes, without a decision of the controller"""
     incubation: Literal["shadow", "ste"] = "shadow"

@@ -240,11 +240,10 @@ class Growth:
         self.controller = find_controller(controller).make(config)
         config = _with_sensors(config, self.controller)
         averages = [] if ema is None else [Average(ema, network)]
-        copying = next((entry.name for entry in growth_menu(sites, config) if entry.copies), None)
-        if config.lifecycle.absorb and copying:
+        if config.lifecycle.absorb and any(entry.copies == "behind" for entry in growth_menu(sites, config)):
             raise InputError(
-                f"settings sets lifecycle.absorb, by which layers become wider, and the blueprint {copying!r}, whose seeds are "
-                "copies of a submodule as it was; leave one of them out"
+                "settings sets lifecycle.absorb, by which layers of a block become wider, and the blueprint 'block', whose seeds "
+                "are copies of it as it was; leave one of them out"
             )
         ranks = Ranks(
             shared or sharded or wrapper is not None or (mode == "reserve" and processes() > 1), sharded=sharded
@@ -690,6 +689,9 @@ class Growth:
                 "sites": list(self.folded),
                 "tried": sorted(self._tried),
                 "shapes": {name: list(shape) for name, shape in self._resized().items()},
+                "counts": {
+                    path: {name: list(own) for name, own in each.items()} for path, each in population.counts.items()
+                },
             },
             "tensors": {name: tensor.detach().clone() for name, tensor in population.grafts.tensors().items()},
             "averages": [each.state() for each in population.grafts.averages],
@@ -726,7 +728,12 @@ class Growth:
         for average, kept in zip(averages, tree["averages"], strict=True):
             average.check(kept)
         absorbed: Any = tree["absorbed"]
-        with population.widths_of(absorbed["shapes"], tree["tensors"]):
+        # A state of an earlier version has none.
+        counts = {
+            path: {name: tuple(own) for name, own in each.items()} for path, each in absorbed.get("counts", {}).items()
+        }
+        now = {path: {name: own[1] for name, own in each.items()} for path, each in counts.items()}
+        with population.widths_of(absorbed["shapes"], tree["tensors"], now):
             mine = population.grafts.tensors_with(tree["seeds"])
             check_tensors(tree["tensors"], mine, "the saved state", "the model", "build the same model")
             population.groups.check(tree["groups"], population.grafts.names(), population.grafts.holds)
@@ -740,6 +747,7 @@ class Growth:
                         f"the controller cannot load the saved state: {typed_line(error)}; give the controller that saved it"
                     ) from error
         population.absorbed_seeds, population.absorbed_params = absorbed["seeds"], absorbed["params"]
+        population.counts = counts
         self.folded, self._tried = list(absorbed["sites"]), set(absorbed["tried"])
         self._note_widths()
         population.rebuild(tree["seeds"])

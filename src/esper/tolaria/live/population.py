@@ -362,13 +362,17 @@ class LivePopulation:
             why_not = fold(networks, name, passes, self.ranks.agreed, pairs=self._alone)
         elif not self._alone:
             why_not = "units are added in one process alone"
-        elif (why_not := join_units(networks, name, units := self.grafts.units[name], passes)) is None:
+        elif (units := self.grafts.units.get(name)) is None:
+            why_not = "its submodule has no units any more that can be added to"
+        elif (why_not := join_units(networks, name, units, passes)) is None:
             for path, own in units.counts.items():
                 where = f"{sites_of(self.network)[name].after}.{path}".strip(".")
                 part = self.network.get_submodule(where)
                 # A layer's counts follow from its weights.
                 if own and not is_layer(part) and not class_of(part).__module__.startswith("torch."):
-                    self.counts[where] = {each: (value, vars(part)[each]) for each, value in own.items()}
+                    first = self.counts.get(where, {})
+                    now = {each: (first.get(each, (value,))[0], vars(part)[each]) for each, value in own.items()}
+                    self.counts[where] = first | now
         follow([self.groups.optimizer], before, dict(self.network.named_parameters()))
         return why_not
 
@@ -397,8 +401,9 @@ class LivePopulation:
 
         The site is free then, and its streams and prices are those of the wider layers. Not for networks of several processes.
         """
-        site = self.sites[slot]
-        if site.around == site.after or not self._alone:
+        site, planted = self.sites[slot], self.grafts.at(self.sites[slot].name)
+        beside = planted is not None and planted.copies == "beside"
+        if (site.around == site.after and not beside) or not self._alone:
             return False
         before = sum(parameter.numel() for parameter in self.network.parameters())
         seed = sum(
@@ -423,16 +428,23 @@ class LivePopulation:
         self.sites = tuple(sites_of(self.network).values())
         self.grafts.sites, self.grafts.readings = self.sites, list(readings.values())
         self.grafts.host = [p for name, p in self.network.named_parameters() if not self.grafts.holds(name)]
+        if self.grafts.units:
+            self.grafts.units, _ = find_units(self.network, self.sites, self.probe_batches.first)
         fits, cost = self.grafts.offers()
         affordable = cost <= (self.config.governor.param_limit or np.inf) * self.host_params[0]
         width = np.array([[site.stream.width for site in self.sites]])
         self.space = self.space._replace(fits=fits & affordable, cost=cost[None], width=width)
 
     @contextmanager
-    def widths_of(self, shapes: Mapping[str, Sequence[int]], tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    def widths_of(
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        tensors: Mapping[str, Tensor],
+        counts: Mapping[str, Mapping[str, int]],
+    ) -> Iterator[None]:
         """Give the layers of the network and of its averages the widths of saved tensors, unless the block fails.
 
-        shapes: of each parameter that had become larger, before.
+        shapes: of each parameter that had become larger, before. counts: as for `resized`.
         """
         if not shapes:
             yield
@@ -445,7 +457,7 @@ class LivePopulation:
                 for index, network in enumerate(networks):
                     first = f"copy.{index}." if index else ""
                     own = {name.removeprefix(first): each for name, each in tensors.items() if name.startswith(first)}
-                    wider.enter_context(resized(network, shapes, own))
+                    wider.enter_context(resized(network, shapes, own, counts))
                 after = dict(self.network.named_parameters())
                 follow([optimizer], before, after)
                 self.resurvey()
