@@ -159,10 +159,10 @@ def compare_origin(folder: Path, now: Mapping[str, dict[str, Any]], other_data: 
     return noted if noted or unknown else None
 
 
-def digest(value: Any) -> str:
-    """Return the first 16 hexadecimal digits of the sha256 of a value: arrays with all their values, in containers."""
+def digest(value: Any, depth: int = 8) -> str:
+    """Return the first 16 hexadecimal digits of the sha256 of a value: arrays with all their values, in nested containers."""
     made = hashlib.sha256()
-    _feed(made, value, 8)
+    _feed(made, value, depth)
     return made.hexdigest()[:16]
 
 

@@ -728,10 +728,7 @@ class Growth:
         for average, kept in zip(averages, tree["averages"], strict=True):
             average.check(kept)
         absorbed: Any = tree["absorbed"]
-        # A state of an earlier version has none.
-        counts = {
-            path: {name: tuple(own) for name, own in each.items()} for path, each in absorbed.get("counts", {}).items()
-        }
+        counts = {path: {name: tuple(own) for name, own in each.items()} for path, each in absorbed["counts"].items()}
         now = {path: {name: own[1] for name, own in each.items()} for path, each in counts.items()}
         with population.widths_of(absorbed["shapes"], tree["tensors"], now):
             mine = population.grafts.tensors_with(tree["seeds"])

@@ -1,7 +1,6 @@
 """Check the saved state of one network that grows in the user's own loop: what it was made with, and whether it is whole."""
 
 import functools
-import hashlib
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
@@ -19,11 +18,10 @@ from esper.leyline.errors import InputError
 from esper.leyline.protocols import Controller
 from esper.leyline.text import kind_of
 from esper.runs.folder.environment import digest
-from esper.store.tensors import bytes_of
 from esper.tamiyo.catalog import controller_names
 from esper.tolaria.live.population import LivePopulation
 
-FORMAT = 6
+FORMAT = 7
 """Version of the state of a growth; other versions are refused."""
 CHECKSUM = "checksum"
 _FIXED = (
@@ -198,35 +196,25 @@ def check_whole(state: Any) -> None:
 
 
 def _checksum(tree: Mapping[str, Any]) -> str:
-    """Return the sha256 of the names and the plain values of a tree, its arrays, and the shapes and dtypes of its tensors.
+    """Return a digest of the names and the plain values of a tree, its arrays, and the shapes and dtypes of its tensors.
 
     The values of weights and moments are left out: a state is saved often, and they can be gigabytes on another device. So are
     the shapes of the weights, which `load_state_dict` compares with those of the model by name.
     """
-    made, weights = hashlib.sha256(), tree.get("tensors")
+    weights = tree.get("tensors")
     if isinstance(weights, Mapping):
         tree = {**tree, "tensors": {name: isinstance(each, Tensor) for name, each in weights.items()}}
 
-    def feed(value: Any) -> None:
+    def outlined(value: Any) -> Any:
         match value:
-            case {"array": Tensor(is_meta=False) as array}:
-                made.update(f"array {array.dtype}{tuple(array.shape)}".encode())
-                made.update(bytes_of(array.detach().cpu()))
+            case {"array": Tensor(is_meta=False)}:
+                return value
             case Tensor():
-                made.update(f"{value.dtype}{tuple(value.shape)};".encode())
+                return [str(value.dtype), list(value.shape)]
             case Mapping():
-                made.update(f"{{{len(value)}".encode())
-                for key, each in sorted(value.items(), key=lambda item: str(item[0])):
-                    made.update(f"{key!r}:".encode())
-                    feed(each)
+                return ["mapping", {key: outlined(each) for key, each in value.items()}]  # which is no list of pairs
             case list() | tuple():
-                made.update(f"[{len(value)}".encode())
-                for each in value:
-                    feed(each)
-            case None | bool() | int() | float() | str():
-                made.update(f"{value!r};".encode())
-            case _:  # a scheduler may keep an object of the user
-                made.update(type(value).__qualname__.encode())
+                return [outlined(each) for each in value]
+        return value
 
-    feed(tree)
-    return made.hexdigest()
+    return digest(outlined(tree), depth=32)
