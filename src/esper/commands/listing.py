@@ -63,7 +63,7 @@ def blueprints() -> None:
             name,
             str(kind),
             str(blueprint.tap),
-            "a block's" if blueprint.copies else f"{blueprint.parameters(16, 16):,}",
+            "a copy's" if blueprint.copies else f"{blueprint.parameters(16, 16):,}",
             blueprint.summary,
         )
         for (kind, name), blueprint in {**BLUEPRINTS, **LIVE_BLUEPRINTS}.items()
