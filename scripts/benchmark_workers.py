@@ -54,7 +54,7 @@ from esper.leyline.data.keys import Purpose, key
 from esper.leyline.progress import Progress
 from esper.runs.configuration import training_configs
 from esper.runs.training import cohort
-from esper.runs.training.train import train
+from esper.runs.training.train import Trainer, train
 from esper.runs.workers.workers import WorkerOptions
 from esper.simic.exchange import Exchange
 from esper.simic.ppo import PPO
@@ -282,16 +282,16 @@ def gradient_bytes(asked: argparse.Namespace) -> int:
 
 def unequal_shards(asked: argparse.Namespace) -> list[float]:
     """Return the processor seconds in which shards grow in an episode, over the mean of their round."""
-    taken, close = list[float](), cohort.Player.close
+    taken, finish = list[float](), Trainer.finish
 
-    def timed(self: cohort.Player, *arguments: Any) -> None:
+    def timed(self: Trainer, *arguments: Any, **named: Any) -> None:
         begin = time.process_time()
-        close(self, *arguments)
+        finish(self, *arguments, **named)
         taken.append(time.process_time() - begin)
 
     vars(cohort)["VectorizedEngine"] = VectorizedEngine
     shards = 8
-    with patched(cohort.Player, close=timed):
+    with patched(Trainer, finish=timed):
         trained(asked, shards * asked.envs_of_shard, shards, 1)
     vars(cohort)["VectorizedEngine"] = SleepingEngine
     rounds = np.array(taken).reshape(-1, shards)[1:]  # networks are made in the first

@@ -17,8 +17,8 @@ from study_heal_ppo import SETTINGS, few_hosts
 from torch import Tensor
 
 from esper.runs.configuration import training_configs
-from esper.runs.training.cohort import WorkItem, cohorts_of
-from esper.runs.training.train import Trainer
+from esper.runs.training.cohort import cohorts_of
+from esper.runs.training.train import Trainer, WorkItem
 from esper.tamiyo.policy.controller import load_policy
 
 TOGETHER = 16
@@ -44,14 +44,14 @@ def main() -> None:
     task = few_hosts()
     (config,) = training_configs([task], "quick", SETTINGS, {"ppo": {"rounds": 101}})
     trainer = Trainer(cohorts_of(task.sealed(), config), load_policy(arguments.controller), config)
-    learner, player = trainer.learner, trainer.player
+    learner, client = trainer.learner, trainer.clients["training"][0]
     learner.round, learner.begun = round(100 * arguments.progress), 0
     played = []
     for number in range(arguments.rounds):
         part = WorkItem("training", 0, AT + number, AT + number)
-        player.close(part, player.open(part))
-        played.append((player.clients[0].rollout(), player.clients[0].menu))
-        player.clients[0].clear()
+        trainer.finish(part, trainer.begin(part))
+        played.append((client.rollout(), client.menu))
+        client.clear()
     parameters = [weight for name, weight in learner.policy.network.named_parameters() if "value" not in name]
 
     def gradients(lam: float, critic: bool, grouped: bool) -> Tensor:

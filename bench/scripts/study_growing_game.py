@@ -31,8 +31,8 @@ from esper.leyline.protocols import Controller
 from esper.leyline.text import counted
 from esper.runs.configuration import training_configs
 from esper.runs.folder.interrupt import Interrupt
-from esper.runs.training.cohort import LED, cohorts_of, settings_of_policy
-from esper.runs.training.train import Trainer
+from esper.runs.training.cohort import cohorts_of, settings_of_policy
+from esper.runs.training.train import LED, Trainer
 from esper.simic.client import Apprentice
 from esper.tamiyo.catalog import FOLDER, get_controller, with_sensors
 from esper.tamiyo.policy.actor import Learned
@@ -237,7 +237,7 @@ def train(folder: Path, seed: int, rounds: int, teacher: Controller | None) -> l
     )
     trainer = Trainer(cohorts, policy, config, AtStops)
     if teacher is not None:
-        trainer.player.apprentices = [Apprentice(trainer.learner, AtStops(config.reward), teacher, LED[0])]
+        trainer.clients["imitation"] = [Apprentice(trainer.learner, AtStops(config.reward), teacher, LED[0])]
     folder.mkdir(parents=True, exist_ok=True)
     begin, rows, best = time.process_time(), list[list[float]](), -np.inf
     with Interrupt() as interrupt:

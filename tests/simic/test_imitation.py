@@ -10,8 +10,8 @@ from esper.leyline.config.tree import build_config
 from esper.leyline.lifecycle.actions import Head, Op
 from esper.runs.configuration import TRAINING
 from esper.runs.folder.interrupt import Interrupt
-from esper.runs.training.cohort import LED, cohorts_of, settings_of_policy
-from esper.runs.training.train import Trainer
+from esper.runs.training.cohort import cohorts_of, settings_of_policy
+from esper.runs.training.train import LED, Trainer
 from esper.runs.workers.workers import Stop
 from esper.simic.client import Apprentice, led_by_teacher
 from esper.simic.ppo import PPO
@@ -139,7 +139,7 @@ def imitated():
     trainer, led = a_trainer(imitation_rounds=5, update_epochs=1, minibatches=1), []
     for number in range(-5, 0):
         trainer.imitate(number, Interrupt())
-        led.append(trainer.player.apprentices[0].led)
+        led.append(trainer.clients["imitation"][0].led)
     return trainer, led
 
 

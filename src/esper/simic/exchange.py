@@ -144,20 +144,6 @@ class Exchange:
             self._group.allgather([found], [own]).wait()
         return [each[:size].numpy().tobytes() for each, size in zip(found, sizes, strict=True)]
 
-    def collect(self, content: bytes) -> list[bytes]:
-        """Return the content that each worker gives, by rank, to the first worker; nothing to the others."""
-        if self._group is None:
-            return [content]
-        sizes = self._sizes(content)
-        with _lost():
-            if self.rank:
-                self._group.send([_tensor(content)], 0, 0).wait()
-                return []
-            others = [torch.empty(size, dtype=torch.uint8) for size in sizes[1:]]
-            for rank, other in enumerate(others, 1):
-                self._group.recv([other], rank, 0).wait()
-        return [content, *(other.numpy().tobytes() for other in others)]
-
     def close(self) -> None:
         """End the connections to the other workers, which are told by an ExchangeError if they wait for this one."""
         if self._carrier is not None:

@@ -1,49 +1,32 @@
-"""Hold the populations of a training, each task's environments divided into shards, and play a round's episodes on them.
-
-What an episode gives depends on its work item and the policy alone, so any worker can play it, and play it again. E environments.
-"""
+"""Hold the populations of a training, each task's environments divided into shards, and check what they need. E environments."""
 
 import itertools
 import re
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from esper.leyline.config.tree import Config, RewardConfig
+from esper.leyline.config.tree import Config
 from esper.leyline.data.keys import Purpose, key, scalar
 from esper.leyline.data.task import AnyTask
 from esper.leyline.errors import InputError
-from esper.leyline.lifecycle.stages import Stage
-from esper.leyline.protocols import Controller, Reward
+from esper.leyline.protocols import Controller
 from esper.leyline.reference import is_own_controller
 from esper.leyline.text import counted
-from esper.nissa.hub import Hub
-from esper.nissa.rows import EvaluationRow
-from esper.runs.figures import exported_objective
 from esper.runs.workers.workers import WorkerOptions
-from esper.simic.client import Apprentice, SimicClient
-from esper.simic.ppo import PPO
-from esper.simic.rewards import make_reward
 from esper.tamiyo.catalog import get_controller
-from esper.tamiyo.policy.actor import Learned
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.governor import GovernorRecord
-from esper.tolaria.journal import Journal
-from esper.tolaria.play import Observer, Step, planted, play
 from esper.tolaria.runtime import resolve_device
 from esper.tolaria.stacked.population import instance_keys
 
 ENVS_OF_SHARD = 32
 """Number of environments of a shard, where `--workers` is given and `shards` is not."""
-LED = (1.0, 0.75, 0.5, 0.25)
-"""Share of environments that the teacher leads in the first rounds of imitation; further rounds take the last value."""
 
 
 @dataclass(eq=False)
@@ -65,6 +48,15 @@ class Cohort:
         """The population of validation instances."""
         assert self.watched is not None, "this shard has no environments in the validation"
         return VectorizedEngine(self.task, self.watched)
+
+    def source(self, name: Literal["training", "validation"], number: int) -> dict[str, Any]:
+        """Return the population to which the rows of a round belong, with its first environment where there are shards."""
+        source = {"cohort": name, "task": self.task.name, "round": number}
+        if self.whole.shards > 1 and name == "training":
+            source["first_env"] = self.config.first_instance - self.whole.first_instance
+        elif self.whole.shards > 1 and self.watched is not None:
+            source["first_env"] = self.watched.first_instance
+        return source
 
     def release(self) -> None:
         """Free the engines; they are made again when they are used again."""
@@ -188,113 +180,7 @@ def by_task(cohorts: Sequence[Cohort]) -> list[list[int]]:
     return [list(places) for _, places in of_task]
 
 
-class WorkItem(NamedTuple):
-    """Names one episode of one cohort."""
-
-    kind: Literal["training", "imitation", "validation"]
-    cohort: int  # index of the cohort
-    number: int  # number of the round
-    episode: int = 0  # number of the episode, from 0, from which its hosts and data orders follow
-    led: float = 0.0  # share of the environments that the teacher leads, in imitation
-
-
-@dataclass
-class EpisodeStatistics(Observer):
-    """Counts the statistics of an episode of one cohort; those without a meaning before its end are set by `Player.close`."""
-
-    seconds: float  # duration of the episode
-    deciding: float = 0.0  # duration of `act` and `store` [s]
-    germinated: int = 0  # seeds that were planted
-    kept: int = 0  # fossilized seeds at the end
-    rollbacks: int = 0  # rollbacks of environments
-    envs: int = 0  # number of environments
-    found: Sequence[int] = ()  # rollbacks by `Vital`, twins included
-    refused: Sequence[int] = ()  # refused decisions by `Refusal`
-
-    def stepped(self, step: Step) -> None:
-        self.seconds += step.seconds
-        self.deciding += step.deciding
-        self.germinated += planted(step)
-
-
-class Player:
-    """Plays the parts of rounds in this process. Every cohort has a client that learns and one that imitates."""
-
-    def __init__(
-        self, cohorts: Sequence[Cohort], learner: PPO, reward: Callable[[RewardConfig], Reward], hub: Hub
-    ) -> None:
-        self.cohorts, self.learner, self.hub = cohorts, learner, hub
-        configs = [cohort.config for cohort in cohorts]
-        self.clients = [
-            SimicClient(learner, make_reward(reward, each.reward), each.governor.penalty) for each in configs
-        ]
-        self.apprentices = [
-            Apprentice(learner, make_reward(reward, each.reward), _teacher(each), LED[0], each.governor.penalty)
-            for each in configs
-        ]
-
-    def client(self, part: WorkItem) -> SimicClient:
-        """Return the client that plays a part and has its rollout."""
-        return self.apprentices[part.cohort] if part.kind == "imitation" else self.clients[part.cohort]
-
-    def open(self, part: WorkItem) -> EpisodeStatistics:
-        """Begin a part of training or imitation."""
-        begin, cohort = time.perf_counter(), self.cohorts[part.cohort]
-        engine, group = cohort.engine, 1 if part.kind == "imitation" else cohort.config.reward.group_size
-        engine.governor.record = GovernorRecord.empty(len(engine.governor.record.rollbacks))
-        engine.reset(sample_instances(cohort, part.number, group), part.episode)
-        self.hub.raised = 0  # a part's rows do not depend on the part that was played before it
-        return EpisodeStatistics(time.perf_counter() - begin)
-
-    def close(self, part: WorkItem, episode: EpisodeStatistics, *observers: Observer) -> None:
-        """Play the rest of a part that was begun. The statistics are of what was played, if an observer ended it."""
-        cohort = self.cohorts[part.cohort]
-        engine = cohort.engine
-        client = self.client(part)
-        if isinstance(client, Apprentice):
-            client.led = part.led  # not in `open`, which is not called again for a part that is resumed
-        journal = Journal(engine, self.hub, _source(cohort, "training", part.number), lambda: client.paid)
-        play(engine, client, *observers, journal, episode)
-        record, episode.envs = engine.governor.record, cohort.config.envs
-        episode.kept = int((engine.view().seeds.stage == Stage.FOSSILIZED).sum())
-        episode.rollbacks = int(record.rollbacks[: episode.envs].sum())
-        episode.found, episode.refused = record.found.tolist(), record.refused.tolist()
-
-    def validate(self, part: WorkItem, *observers: Observer) -> dict[str, NDArray[Any]]:
-        """Grow validation instances greedily, as episode 0. Returns J on their validation split, and seeds kept."""
-        cohort = self.cohorts[part.cohort]
-        engine = cohort.validation
-        engine.reset(episode=0)
-        self.hub.raised = 0
-        source = _source(cohort, "validation", part.number)
-        play(engine, Learned(self.learner.policy), *observers, Journal(engine, self.hub, source))
-        metric, loss = engine.evaluate(engine.population.validation_splits())
-        worth = exported_objective(engine, metric, loss)
-        self.hub.emit(EvaluationRow(**source, split="validation", metrics=metric, losses=loss, objectives=worth))
-        return {"objective": worth, "kept": (engine.view().seeds.stage == Stage.FOSSILIZED).sum(1)}
-
-    def state(self) -> list[dict[str, Any]]:
-        """Return the state of the clients of every cohort, as trees of arrays that share memory."""
-        pairs = zip(self.clients, self.apprentices, strict=True)
-        return [{"client": client.state(), "apprentice": apprentice.state()} for client, apprentice in pairs]
-
-    def load_state(self, state: Sequence[Mapping[str, Any]]) -> None:
-        for client, apprentice, own in zip(self.clients, self.apprentices, state, strict=True):
-            client.load_state(own["client"])
-            apprentice.load_state(own["apprentice"])
-
-
-def _source(cohort: Cohort, name: Literal["training", "validation"], number: int) -> dict[str, Any]:
-    """Return the population to which the rows of a cohort belong, with its first environment where there are shards."""
-    source = {"cohort": name, "task": cohort.task.name, "round": number}
-    if cohort.whole.shards > 1 and name == "training":
-        source["first_env"] = cohort.config.first_instance - cohort.whole.first_instance
-    elif cohort.whole.shards > 1 and cohort.watched is not None:
-        source["first_env"] = cohort.watched.first_instance
-    return source
-
-
-def _teacher(config: Config) -> Controller:
+def teacher_of(config: Config) -> Controller:
     """Return the controller that a training imitates. Raises InputError if it cannot be imitated."""
     if is_own_controller(config.ppo.teacher):  # a key of the config, which `esper resume` reads from a folder
         raise InputError(

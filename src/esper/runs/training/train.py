@@ -4,23 +4,24 @@ All workers do the same: each plays its own shards, and they exchange gradients 
 first worker, which is the process that was started, also writes the run folder.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from esper.leyline.config.tree import Config, PPOConfig, RewardConfig
 from esper.leyline.data.task import AnyTask
 from esper.leyline.errors import InputError, LearningError, RolledBack, describe_error
+from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.progress import Progress
 from esper.leyline.protocols import Reward
 from esper.leyline.reference import PAID_BY
@@ -28,40 +29,44 @@ from esper.leyline.text import counted
 from esper.nissa.events import decode, encode
 from esper.nissa.hub import Hub, Level
 from esper.nissa.outputs import Output
-from esper.nissa.rows import RoundRow, Row
-from esper.runs.figures import Status, Summary
+from esper.nissa.rows import EvaluationRow, RoundRow, Row
+from esper.runs.figures import Status, Summary, exported_objective
 from esper.runs.folder.environment import describe_environment
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.folder.resume import NEW, PAID, Opening, fitting, with_cohorts
 from esper.runs.folder.run_folder import LEFT_OUT, LastWholeStep, RunFolder, run_row, save_checkpoint
 from esper.runs.training.cohort import (
-    LED,
     Cohort,
-    EpisodeStatistics,
-    Player,
-    WorkItem,
     by_task,
     check_exchange,
     cohorts_of,
     name_of_place,
     policy_device,
+    sample_instances,
     settings_of_policy,
+    teacher_of,
     with_shards,
 )
 from esper.runs.workers.transports import connect, give_sign, serve_rank
 from esper.runs.workers.workers import ALONE, Peers, SentTask, Stop, WorkerOptions, shared_facts, start_workers
+from esper.simic.client import Apprentice, SimicClient
 from esper.simic.exchange import Exchange, ExchangeError, divide
 from esper.simic.ppo import MENDS, PPO, learning_anomalies
-from esper.simic.rewards import get_reward, name_of_reward
+from esper.simic.rewards import get_reward, make_reward, name_of_reward
 from esper.simic.rollout import Rollout, ShardedRollout
 from esper.store.checkpoint import Checkpoints
 from esper.store.tensors import Tree, pack, unpack
 from esper.tamiyo.catalog import FOLDER
+from esper.tamiyo.policy.actor import Learned
 from esper.tamiyo.policy.controller import Language, Policy, save_policy
 from esper.tolaria.governor import GovernorRecord
-from esper.tolaria.play import Observer, Step, Until
+from esper.tolaria.journal import Journal
+from esper.tolaria.play import Observer, Step, Until, planted, play
 from esper.tolaria.runtime import resolve_device
 from esper.tolaria.stacked.population import check_place
+
+LED = (1.0, 0.75, 0.5, 0.25)
+"""Share of environments that the teacher leads in the first rounds of imitation; further rounds take the last value."""
 
 LAST = 10
 """Number of rounds of learning whose mean is the summary's `last_rounds`."""
@@ -98,10 +103,13 @@ def train(
     watch, started = watch or Progress(), time.perf_counter()
     configs = with_shards(configs, asked, resumed=opening.resume)
     config = configs[0]
+
+    def work(level: Level) -> Callable[[str | None], TrainingWorker]:
+        """Return what makes a worker, from its device. Raises InputError if a task cannot be sent to workers."""
+        return partial(TrainingWorker, [SentTask.of(task, asked.find) for task in tasks], configs, reward, level)
+
     if asked.is_rank:
-        return serve_rank(
-            training_work(asked, tasks, configs, reward, config.telemetry.level), asked.devices or (None,)
-        )
+        return serve_rank(work(config.telemetry.level), asked.devices or (None,))
     if asked.size == 1 and asked.cluster not in (None, "torchrun"):
         raise InputError(
             f"cluster is {asked.cluster}, but one worker is this process itself; give workers, a number of 2 or more"
@@ -124,18 +132,13 @@ def train(
             cohorts_of(task, each.model_copy(update=placed), 1 if asked.any else None)
             for task, each in zip(sealed, configs, strict=True)
         ]
-        spaces = [each[0].engine.space for each in shards]
-        ppo, language = config.ppo, Language.of(spaces, config.ppo.packages)
-        settings = settings_of_policy(config)
-        policy = Policy.fresh(language, config.seed, settings, ppo.decisions_per_step, ppo.undo_bias).to(place)
-        peers = None
+        trainer, ppo, peers = fresh_trainer(shards, config, place, reward, run.hub), config.ppo, None
         if asked.size > 1:
-            work = training_work(asked, sealed, configs, reward, "off" if not run.hub.outputs else run.hub.asked)
-            facts = {**shared_facts(sealed), "policy": name_of_place(place)}
-            others = start_workers(Peers, asked, work, watch.note, facts, stop=lambda: interrupt.asked)
+            facts, level = {**shared_facts(sealed), "policy": name_of_place(place)}, run.hub.asked
+            sent = work(level if run.hub.outputs else "off")
+            others = start_workers(Peers, asked, sent, watch.note, facts, stop=lambda: interrupt.asked)
             peers = stack.enter_context(closing(others))
             peers.patience = config.faults.worker_seconds
-        trainer = Trainer([cohort for each in shards for cohort in each], policy, config, reward, run.hub)
         stack.callback(lambda: trainer.exchange.close())
         trainer.started = started
         if run.found is not None:
@@ -147,7 +150,7 @@ def train(
                     f"ppo.rounds is {ppo.rounds}, but the training has done {counted(trainer.number, 'round')}; give "
                     f"{trainer.number} or more"
                 )
-        row = partial(run_row, config, PAID, spaces[0], ())
+        row = partial(run_row, config, PAID, trainer.cohorts[0].engine.space, ())
         cohorts = {each.task: each.model_dump(mode="json") for each in configs}
         device = resolve_device(config.device)
         run.begin(lambda: {**describe_environment(device, config), "cohorts": cohorts}, row("running"))
@@ -173,15 +176,18 @@ def train(
     return whole
 
 
-def training_work(
-    asked: WorkerOptions,
-    tasks: Sequence[AnyTask],
-    configs: Sequence[Config],
+def fresh_trainer(
+    shards: Sequence[Sequence[Cohort]],
+    config: Config,
+    place: torch.device,
     reward: Callable[[RewardConfig], Reward],
-    level: Level,
-) -> Callable[[str | None], "TrainingWorker"]:
-    """Return what makes a worker, from its device. Raises InputError if a task cannot be sent to workers."""
-    return partial(TrainingWorker, [SentTask.of(task, asked.find) for task in tasks], list(configs), reward, level)
+    hub: Hub,
+) -> "Trainer":
+    """Return a trainer of a new policy on a device. shards: the cohorts of each task, of which the first has its engine."""
+    language = Language.of([each[0].engine.space for each in shards], config.ppo.packages)
+    settings, ppo = settings_of_policy(config), config.ppo
+    policy = Policy.fresh(language, config.seed, settings, ppo.decisions_per_step, ppo.undo_bias).to(place)
+    return Trainer([*itertools.chain(*shards)], policy, config, reward, hub)
 
 
 def _rounds(trainer: "Trainer", peers: Peers | None, run: RunFolder, interrupt: Interrupt, watch: Progress) -> Status:
@@ -292,6 +298,35 @@ class _KeptRows(list[bytes]):
         """Do nothing: the rows are kept."""
 
 
+class WorkItem(NamedTuple):
+    """Names one episode of one cohort."""
+
+    kind: Literal["training", "imitation"]
+    cohort: int  # index of the cohort
+    number: int  # number of the round
+    episode: int = 0  # number of the episode, from 0, from which its hosts and data orders follow
+    led: float = 0.0  # share of the environments that the teacher leads, in imitation
+
+
+@dataclass
+class EpisodeStatistics(Observer):
+    """Counts the statistics of an episode of one cohort; `Trainer.finish` sets those without a meaning before its end."""
+
+    seconds: float  # duration of the episode
+    deciding: float = 0.0  # duration of `act` and `store` [s]
+    germinated: int = 0  # seeds that were planted
+    kept: int = 0  # fossilized seeds at the end
+    rollbacks: int = 0  # rollbacks of environments
+    envs: int = 0  # number of environments
+    found: Sequence[int] = ()  # rollbacks by `Vital`, twins included
+    refused: Sequence[int] = ()  # refused decisions by `Refusal`
+
+    def stepped(self, step: Step) -> None:
+        self.seconds += step.seconds
+        self.deciding += step.deciding
+        self.germinated += planted(step)
+
+
 class ShownRound(NamedTuple):
     """Holds what a teacher has shown in a round of imitation, and all that its episodes depend on."""
 
@@ -323,7 +358,17 @@ class Trainer(Observer):
         group = config.reward.group_size if config.reward.relative_to == "group" else None
         self.learner = PPO(policy, config.ppo, config.seed, group)
         self.exchange = self.learner.exchange
-        self.player = Player(cohorts, self.learner, reward, self.hub)
+        self.sink = self.hub  # gets the rows of what is played
+        configs, learner = [cohort.config for cohort in cohorts], self.learner
+        self.clients: dict[str, Sequence[SimicClient]] = {  # of each cohort, by the kind of what they play
+            "training": [
+                SimicClient(learner, make_reward(reward, own.reward), own.governor.penalty) for own in configs
+            ],
+            "imitation": [
+                Apprentice(learner, make_reward(reward, own.reward), teacher_of(own), LED[0], own.governor.penalty)
+                for own in configs
+            ],
+        }
         self.shown: list[ShownRound] = []  # by the teacher so far, of each round
         self.best: tuple[float, int] | None = None  # J on validation instances, and the round
         self.history = RoundHistory(config.ppo)
@@ -336,7 +381,7 @@ class Trainer(Observer):
         self.episode: EpisodeStatistics | None = None  # the episode of the next cohort, if it has begun
         self.waited = 0.0  # for full queues of outputs, up to the end of the last round [seconds]
         # Where there are several workers: the rows of the part that is played, and the rows of a round by cohort.
-        self._rows, self._lines = _KeptRows(), dict[int, NDArray[np.uint8]]()
+        self._rows, self._lines = _KeptRows(), dict[int, bytes]()
 
     @property
     def begun(self) -> bool:
@@ -354,7 +399,7 @@ class Trainer(Observer):
         self.exchange = self.learner.exchange = exchange
         raised = self.config.telemetry.raise_steps
         level = self.hub.asked if self.hub.outputs else "off"
-        self.player.hub = self.hub if exchange.size == 1 else Hub([self._rows], level, raise_steps=raised)
+        self.sink = self.hub if exchange.size == 1 else Hub([self._rows], level, raise_steps=raised)
         for place, cohort in enumerate(self.cohorts):
             if not exchange.owns(place):
                 cohort.release()
@@ -428,31 +473,37 @@ class Trainer(Observer):
         if not lacking:
             return
         assert not self.begun, "the engines of a round that was begun are in use"
-        present, hub, until = deepcopy(self.policy.state()), self.player.hub, Until(lambda: interrupt.asked)
-        self.player.hub = Hub()
+        present, sink, self.sink = deepcopy(self.policy.state()), self.sink, Hub()
         try:
             for shown, place in lacking:
                 self.policy.load_state(shown.policy)
                 part = shown.part._replace(cohort=place)
-                self.player.close(part, self.player.open(part), until, *observers)
-                if until.stopped:
-                    raise Stop
-                client = self.player.client(part)
+                self.finish(part, self.begin(part), *observers, asked=lambda: interrupt.asked)
+                client = self.client(part)
                 shown.rollouts[place] = client.rollout()
                 client.clear()
         finally:
             self.policy.load_state(present)
-            self.player.hub = hub
+            self.sink = sink
 
     def validate(self, number: int, figures: dict[str, float], *observers: Observer) -> bool:
-        """Grow the validation instances greedily and add J to the figures. Returns whether J is the best so far."""
-        found, rows = dict[int, Any](), dict[int, bytes]()
+        """Grow validation instances greedily, as episode 0, and add J to the figures. Returns whether J is the best so far."""
+        found = dict[int, Any]()
         for place, cohort in enumerate(self.cohorts):
-            if cohort.watched is not None and self.exchange.owns(place):
-                found[place] = self.player.validate(WorkItem("validation", place, number), *observers)
-                rows[place] = self._taken_rows()
+            if cohort.watched is None or not self.exchange.owns(place):
+                continue
+            engine, source = cohort.validation, cohort.source("validation", number)
+            engine.reset(episode=0)
+            self.sink.raised = 0
+            play(engine, Learned(self.policy), *observers, Journal(engine, self.sink, source))
+            metric, loss = engine.evaluate(engine.population.validation_splits())
+            worths = exported_objective(engine, metric, loss)
+            self.sink.emit(EvaluationRow(**source, split="validation", metrics=metric, losses=loss, objectives=worths))
+            kept = (engine.view().seeds.stage == Stage.FOSSILIZED).sum(1)
+            found[place] = {"objective": worths, "kept": kept}
+            self._keep_rows(place)
         self.exchange.meet()
-        found = self._exchanged(found, rows)
+        found = self._exchanged(found)
         self._write_rows()
         of_task = [[found[place] for place in places if place in found] for places in by_task(self.cohorts)]
         scores = [np.concatenate([each["objective"] for each in shards]) for shards in of_task]
@@ -548,7 +599,12 @@ class Trainer(Observer):
             ],
             "best": self.best,
             "history": self.history.state(),
-            "cohorts": self.player.state() if self.begun else None,  # they forget everything between rounds
+            "cohorts": [
+                {"client": client.state(), "apprentice": apprentice.state()}
+                for client, apprentice in zip(*self.clients.values(), strict=True)
+            ]
+            if self.begun
+            else None,  # they forget everything between rounds
             "engine": None if engine is None else engine.snapshot(),
         }
 
@@ -571,7 +627,9 @@ class Trainer(Observer):
         self.best = None if state["best"] is None else (state["best"][0], state["best"][1])
         self.history.load_state(state["history"])
         if state["cohorts"] is not None:
-            self.player.load_state(state["cohorts"])
+            for client, apprentice, own in zip(*self.clients.values(), state["cohorts"], strict=True):
+                client.load_state(own["client"])
+                apprentice.load_state(own["apprentice"])
         if self.episode is not None:
             self.cohorts[self._unfinished].engine.restore(state["engine"])
 
@@ -584,29 +642,60 @@ class Trainer(Observer):
         every cohort. Returns the rollouts of this worker's cohorts, and the duration [s].
         """
         self.number, begin, before = first.number, time.perf_counter(), self.steps
-        rows, rollouts = dict[int, bytes](), dict[int, Rollout]()
+        rollouts = dict[int, Rollout]()
         for place in filter(self.exchange.owns, range(len(self.cohorts))):
             part = first._replace(cohort=place)
             if place not in self.played:
                 if self.episode is None:
-                    self.episode = self.player.open(part)
-                until = Until(lambda: self._saved(interrupt))
-                self.player.close(part, self.episode, until, self, *observers)
-                if until.stopped:  # a checkpoint has been written
-                    raise Stop
+                    self.episode = self.begin(part)
+                self.finish(part, self.episode, self, *observers, asked=lambda: self._saved(interrupt))
                 self.played[place] = self.episode
                 self.episode = None
-                rows[place] = self._taken_rows()
-            rollouts[place] = self.player.client(part).rollout()
+                self._keep_rows(place)
+            rollouts[place] = self.client(part).rollout()
         if not self.exchange.meet(lambda: interrupt.asked):
             raise Stop
-        played = self._exchanged({place: asdict(played) for place, played in self.played.items()}, rows)
+        played = self._exchanged({place: asdict(played) for place, played in self.played.items()})
         self.played = {place: EpisodeStatistics(**played[place]) for place in sorted(played)}
         seconds = sum(each.seconds for each in self.played.values())
         if self.exchange.size > 1:
             self.steps = before + sum(cohort.config.steps for cohort in self.cohorts)
             seconds = time.perf_counter() - begin
         return rollouts, seconds
+
+    def client(self, part: WorkItem) -> SimicClient:
+        """Return the client that plays an episode and has its rollout."""
+        return self.clients[part.kind][part.cohort]
+
+    def begin(self, part: WorkItem) -> EpisodeStatistics:
+        """Begin an episode. What it gives depends on its work item and the policy alone, so any worker can play it, and again."""
+        begin, cohort = time.perf_counter(), self.cohorts[part.cohort]
+        engine, group = cohort.engine, 1 if part.kind == "imitation" else cohort.config.reward.group_size
+        engine.governor.record = GovernorRecord.empty(len(engine.governor.record.rollbacks))
+        engine.reset(sample_instances(cohort, part.number, group), part.episode)
+        self.sink.raised = 0  # an episode's rows do not depend on the one that was played before it
+        return EpisodeStatistics(time.perf_counter() - begin)
+
+    def finish(
+        self,
+        part: WorkItem,
+        episode: EpisodeStatistics,
+        *observers: Observer,
+        asked: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Play the rest of an episode that was begun. Raises Stop once `asked`; the statistics are then of what was played."""
+        cohort, client, until = self.cohorts[part.cohort], self.client(part), Until(asked)
+        engine = cohort.engine
+        if isinstance(client, Apprentice):
+            client.led = part.led  # not in `begin`, which is not called again for an episode that is resumed
+        journal = Journal(engine, self.sink, cohort.source("training", part.number), lambda: client.paid)
+        play(engine, client, until, *observers, journal, episode)
+        record, episode.envs = engine.governor.record, cohort.config.envs
+        episode.kept = int((engine.view().seeds.stage == Stage.FOSSILIZED).sum())
+        episode.rollbacks = int(record.rollbacks[: episode.envs].sum())
+        episode.found, episode.refused = record.found.tolist(), record.refused.tolist()
+        if until.stopped:
+            raise Stop
 
     def stepped(self, step: Step) -> None:
         self.steps += 1
@@ -625,27 +714,27 @@ class Trainer(Observer):
                 self.last.take(self.hub, self.steps, self.whole_state())
         return asked
 
-    def _exchanged(self, results: Mapping[int, Any], rows: Mapping[int, bytes]) -> dict[int, Any]:
+    def _exchanged(self, results: Mapping[int, Any]) -> dict[int, Any]:
         """Return the results of all workers by cohort. The first worker, which alone writes events, keeps the rows of all."""
         if self.exchange.size == 1:
             return dict(results)
-        every = self.exchange.gather(pack({"results": list(results.items())}))
-        lines = [(place, np.frombuffer(each, np.uint8)) for place, each in rows.items()]
-        collected = self.exchange.collect(pack({"rows": lines}))
-        self._lines = dict(pair for each in collected for pair in unpack(each)["rows"])
-        return dict(pair for each in every for pair in unpack(each)["results"])
+        rows = [(place, np.frombuffer(lines, np.uint8)) for place, lines in self._lines.items()]
+        every = [unpack(each) for each in self.exchange.gather(pack({"results": [*results.items()], "rows": rows}))]
+        self._lines = {}
+        if self.exchange.rank == 0:
+            self._lines = {place: lines.tobytes() for each in every for place, lines in each["rows"]}
+        return dict(pair for each in every for pair in each["results"])
 
     def _write_rows(self) -> None:
         """Write the rows of all workers, in the order of the cohorts, now that their part cannot be played again."""
         for place in sorted(self._lines):
-            self.hub.take([decode(line) for line in self._lines[place].tobytes().splitlines()])
+            self.hub.take([decode(line) for line in self._lines[place].splitlines()])
         self._lines = {}
 
-    def _taken_rows(self) -> bytes:
-        """Return the rows of the part that was played last, where they are kept."""
-        lines = b"".join(self._rows)
+    def _keep_rows(self, place: int) -> None:
+        """Keep the rows of the cohort that was played last, until those of all shards are known."""
+        self._lines[place] = b"".join(self._rows)  # empty in a worker that is alone, which writes them at once
         self._rows.clear()
-        return lines
 
     def _divided(self, rollouts: Mapping[int, Rollout]) -> list[ShardedRollout]:
         """Return the rollouts of each task, of which this worker has those of its own cohorts."""
@@ -661,7 +750,7 @@ class Trainer(Observer):
         """Forget the rollouts and the rows of a round."""
         self._rows.clear()
         self._lines = {}
-        for client in (*self.player.clients, *self.player.apprentices):
+        for client in itertools.chain(*self.clients.values()):
             client.clear()
 
     def _close(self, figures: dict[str, float], seconds: float, begin: float) -> dict[str, float]:
@@ -707,13 +796,9 @@ class TrainingWorker:
         made = [sent.task() for sent in tasks]
         configs = [each if device is None else each.model_copy(update={"device": device}) for each in configs]
         shards = [cohorts_of(task, config, made=0) for task, config in zip(made, configs, strict=True)]
-        language = Language.of([each[0].engine.space for each in shards], configs[0].ppo.packages)
-        policy = Policy.fresh(language, configs[0].seed, decisions_per_step=configs[0].ppo.decisions_per_step)
         place = policy_device(configs[0])
-        policy.to(place)
         self.facts = {**shared_facts(made), "policy": name_of_place(place)}
-        cohorts = [cohort for each in shards for cohort in each]
-        self.trainer = Trainer(cohorts, policy, configs[0], reward, Hub([_KeptRows()], level))
+        self.trainer = fresh_trainer(shards, configs[0], place, reward, Hub([_KeptRows()], level))
 
     def play(self, part: Tree, *observers: Observer) -> Tree:
         """Take part in the rounds that are left after a state of the first worker, which has all results."""
