@@ -32,7 +32,7 @@ from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.lifecycle.stages import LIVE, among
 from esper.nissa.hub import Hub
 from esper.nissa.outputs import JsonLines
-from esper.runs.training.cohort import settings_of_policy
+from esper.runs.train import settings_of_policy
 from esper.simic.client import SimicClient
 from esper.simic.ppo import PPO
 from esper.simic.rewards import get_reward

@@ -52,9 +52,9 @@ from torch.distributed import FileStore
 
 from esper.leyline.data.keys import Purpose, key
 from esper.leyline.progress import Progress
+from esper.runs import train as training
 from esper.runs.configuration import training_configs
-from esper.runs.training import cohort
-from esper.runs.training.train import Trainer, train
+from esper.runs.train import Trainer, train
 from esper.runs.workers.workers import WorkerOptions
 from esper.simic.exchange import Exchange
 from esper.simic.ppo import PPO
@@ -186,13 +186,13 @@ class SleepingEngine(VectorizedEngine):
 
 
 if SLEEP in os.environ:  # set in `sleep` before the workers start, which import this file
-    vars(cohort)["VectorizedEngine"] = SleepingEngine
+    vars(training)["VectorizedEngine"] = SleepingEngine
 
 
 def sleep(asked: argparse.Namespace) -> None:
     """Print what the time of many workers goes to."""
     os.environ[SLEEP] = str(asked.sleep)
-    vars(cohort)["VectorizedEngine"] = SleepingEngine
+    vars(training)["VectorizedEngine"] = SleepingEngine
     for workers in map(int, asked.workers.split(",")):
         clock = trained(asked, workers * asked.envs_of_shard, workers, workers)
         playing, gradients = clock.share("playing_share"), clock.share("gradients_share")
@@ -245,7 +245,7 @@ def measured(asked: argparse.Namespace) -> Measured:
         sizes.append(max(row.nbytes for row in rows.values()))
         return table(self, rows, count)
 
-    vars(cohort)["VectorizedEngine"] = SleepingEngine
+    vars(training)["VectorizedEngine"] = SleepingEngine
     with patched(PPO, update=timed_update, _descend=timed_step), patched(Exchange, table=sized_table):
         trained(asked, asked.envs_of_shard, 1, 1)
     steps = asked.steps or training_configs([get_task(asked.task)], "quick", {})[0].steps
@@ -289,11 +289,11 @@ def unequal_shards(asked: argparse.Namespace) -> list[float]:
         finish(self, *arguments, **named)
         taken.append(time.process_time() - begin)
 
-    vars(cohort)["VectorizedEngine"] = VectorizedEngine
+    vars(training)["VectorizedEngine"] = VectorizedEngine
     shards = 8
     with patched(Trainer, finish=timed):
         trained(asked, shards * asked.envs_of_shard, shards, 1)
-    vars(cohort)["VectorizedEngine"] = SleepingEngine
+    vars(training)["VectorizedEngine"] = SleepingEngine
     rounds = np.array(taken).reshape(-1, shards)[1:]  # networks are made in the first
     return (rounds / rounds.mean(1, keepdims=True)).ravel().tolist()
 

@@ -33,7 +33,7 @@ class Mutation(NamedTuple):
 
 LIFECYCLE, GATES, MASKS = "kasmina/lifecycle.py", "leyline/lifecycle/gates.py", "leyline/lifecycle/masks.py"
 SLOT, FOLDING, COALITIONS = "kasmina/slot.py", "kasmina/graft/folding.py", "tolaria/measure/coalitions.py"
-TAPE, BODY, TRAIN = "kasmina/stack/tape.py", "kasmina/stack/body.py", "runs/training/train.py"
+TAPE, BODY, TRAIN = "kasmina/stack/tape.py", "kasmina/stack/body.py", "runs/train.py"
 OPTIMIZER, PPO, REWARDS = "tolaria/stacked/optimizer.py", "simic/ppo.py", "simic/rewards.py"
 
 MUTATIONS = (

@@ -17,8 +17,7 @@ from study_heal_ppo import SETTINGS, few_hosts
 from torch import Tensor
 
 from esper.runs.configuration import training_configs
-from esper.runs.training.cohort import cohorts_of
-from esper.runs.training.train import Trainer, WorkItem
+from esper.runs.train import Trainer, WorkItem, cohorts_of
 from esper.tamiyo.policy.controller import load_policy
 
 TOGETHER = 16

@@ -44,7 +44,7 @@ from esper.runs.evaluation.record import Evaluation
 from esper.runs.evaluation.statistics import interquartile_mean, interval, mean, mean_difference
 from esper.runs.evaluation.statistics import probability_of_improvement as improvement
 from esper.runs.folder.resume import Opening
-from esper.runs.training.train import train
+from esper.runs.train import train
 from esper.store.files import EVENTS, SUMMARY, to_json
 from esper.tamiyo.catalog import FOLDER
 from esper.tamiyo.policy.actor import Learned

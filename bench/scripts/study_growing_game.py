@@ -31,8 +31,7 @@ from esper.leyline.protocols import Controller
 from esper.leyline.text import counted
 from esper.runs.configuration import training_configs
 from esper.runs.folder.interrupt import Interrupt
-from esper.runs.training.cohort import cohorts_of, settings_of_policy
-from esper.runs.training.train import LED, Trainer
+from esper.runs.train import LED, Trainer, cohorts_of, settings_of_policy
 from esper.simic.client import Apprentice
 from esper.tamiyo.catalog import FOLDER, get_controller, with_sensors
 from esper.tamiyo.policy.actor import Learned

@@ -24,8 +24,7 @@ from esper.leyline.intervals import t_interval
 from esper.leyline.text import counted
 from esper.runs.configuration import training_configs
 from esper.runs.folder.interrupt import Interrupt
-from esper.runs.training.cohort import cohorts_of, settings_of_policy
-from esper.runs.training.train import Trainer
+from esper.runs.train import Trainer, cohorts_of, settings_of_policy
 from esper.tamiyo.catalog import FOLDER
 from esper.tamiyo.policy.controller import Language, Policy, save_policy
 from esper_bench.healing import heal

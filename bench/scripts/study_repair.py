@@ -30,7 +30,7 @@ from esper.runs.configuration import training_configs
 from esper.runs.evaluation.contenders import ROWS, Contender, contender_config, grow_contender, named
 from esper.runs.evaluation.statistics import CONFIDENCE, DRAWS
 from esper.runs.folder.resume import Opening
-from esper.runs.training.train import train
+from esper.runs.train import train
 from esper.store.files import SUMMARY
 from esper.tamiyo.rules.baselines import Rule
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry

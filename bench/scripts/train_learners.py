@@ -11,8 +11,7 @@ from collect_healing import VECTOR
 from esper.leyline.data.task import Mixture
 from esper.runs.configuration import training_configs
 from esper.runs.folder.interrupt import Interrupt
-from esper.runs.training.cohort import cohorts_of, settings_of_policy
-from esper.runs.training.train import Trainer
+from esper.runs.train import Trainer, cohorts_of, settings_of_policy
 from esper.tamiyo.policy.controller import Language, Policy, load_policy, save_policy
 
 TRAINING, VALIDATION, ENVS = 480, 32, 64

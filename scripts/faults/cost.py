@@ -25,7 +25,7 @@ from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.lifecycle.stages import LIVE, Stage, among
 from esper.leyline.progress import Progress
 from esper.runs.configuration import training_configs
-from esper.runs.training.train import train
+from esper.runs.train import train
 from esper.store.checkpoint import Checkpoints
 from esper.store.files import CHECKPOINTS, CONFIG
 from esper.store.tensors import Tree, flatten, to_parts

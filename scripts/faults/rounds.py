@@ -11,7 +11,7 @@ from typing import Any
 
 from esper.leyline.config.tree import PPOConfig
 from esper.runs.configuration import training_configs
-from esper.runs.training.train import RoundHistory, train
+from esper.runs.train import RoundHistory, train
 from esper.store.checkpoint import Checkpoints
 from esper.store.tensors import Tree
 from esper.tasks.catalog import get_task

@@ -43,7 +43,7 @@ from esper.runs.evaluation.evaluation import FIGURE, ROOT, Rivals, disk_retry, e
 from esper.runs.folder.interrupt import ended_by_signals
 from esper.runs.folder.resume import Opening, changed, cohort_configs, finished, is_training, read_config, reward_of
 from esper.runs.grow import grow as grow_run
-from esper.runs.training.train import train as train_run
+from esper.runs.train import train as train_run
 from esper.runs.workers.transports import WORKER
 from esper.runs.workers.workers import ALONE, WorkerOptions, worker_options
 from esper.simic.rewards import get_reward, load_reward

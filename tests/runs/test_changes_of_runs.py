@@ -22,7 +22,7 @@ from esper.runs.folder.resume import (
     read_config,
 )
 from esper.runs.grow import grow
-from esper.runs.training.train import train
+from esper.runs.train import train
 from esper.store.changes import read_trail
 from esper.store.checkpoint import Checkpoints
 from esper.store.tensors import flatten

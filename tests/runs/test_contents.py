@@ -16,7 +16,7 @@ from esper.runs.configuration import training_configs
 from esper.runs.folder.environment import describe_environment
 from esper.runs.folder.run_folder import check_folder, create_folder, list_contents
 from esper.runs.grow import grow
-from esper.runs.training.train import train
+from esper.runs.train import train
 from esper.store.files import MARK, is_run
 from esper.tamiyo.catalog import get_controller
 from populations import blobs, small_config

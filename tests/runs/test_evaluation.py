@@ -14,7 +14,7 @@ from esper.runs.evaluation.contenders import RULES, Contender, named
 from esper.runs.evaluation.evaluation import Design, Entry, Runner, compared, run_evaluation
 from esper.runs.evaluation.record import Evaluation, RecordedFigures
 from esper.runs.grow import grow
-from esper.runs.training.cohort import settings_of_policy
+from esper.runs.train import settings_of_policy
 from esper.store.files import to_json
 from esper.tamiyo.policy.controller import Language, Policy, save_policy
 from esper.tamiyo.rules.baselines import Never

@@ -18,7 +18,7 @@ from esper.nissa.rows import RunRow
 from esper.runs.configuration import training_configs
 from esper.runs.folder.resume import Opening
 from esper.runs.grow import grow
-from esper.runs.training.train import train
+from esper.runs.train import train
 from esper.simic.rewards import get_reward
 from esper.store.checkpoint import Checkpoints
 from esper.store.lock import Lock

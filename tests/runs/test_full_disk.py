@@ -8,7 +8,7 @@ from esper.leyline.progress import Progress
 from esper.runs.configuration import training_configs
 from esper.runs.folder.resume import Opening, read_config
 from esper.runs.grow import grow
-from esper.runs.training.train import train
+from esper.runs.train import train
 from esper.store import disk as full_disk
 from esper.store.disk import DiskFull
 from esper.tamiyo.catalog import get_controller

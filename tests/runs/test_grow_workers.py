@@ -23,7 +23,7 @@ from esper.leyline.progress import Progress
 from esper.runs.configuration import training_configs
 from esper.runs.folder.resume import Opening
 from esper.runs.grow import grow
-from esper.runs.training.train import train
+from esper.runs.train import train
 from esper.runs.workers import sharded
 from esper.runs.workers.sharded import Shard
 from esper.runs.workers.workers import ALONE, TRIES, WorkerOptions, check_facts, worker_options

@@ -7,7 +7,7 @@ import pytest
 
 from esper.leyline.config.tree import PPOConfig
 from esper.runs.configuration import training_configs
-from esper.runs.training.train import LAST, SHOWN, RoundHistory, train
+from esper.runs.train import LAST, SHOWN, RoundHistory, train
 from populations import blobs
 
 

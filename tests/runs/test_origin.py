@@ -16,7 +16,7 @@ from esper.runs.configuration import training_configs
 from esper.runs.folder.environment import fingerprint
 from esper.runs.folder.resume import Opening
 from esper.runs.grow import grow
-from esper.runs.training.train import train
+from esper.runs.train import train
 from esper.tamiyo.catalog import get_controller
 from esper.tasks.catalog import get_task
 from esper.tasks.objectives import Classification, CustomObjective

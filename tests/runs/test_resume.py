@@ -28,7 +28,7 @@ from esper.nissa.rows import RunRow
 from esper.runs.configuration import training_configs
 from esper.runs.folder.resume import Opening, cohort_configs, read_config, reward_of, with_cohorts
 from esper.runs.grow import grow
-from esper.runs.training.train import train
+from esper.runs.train import train
 from esper.simic.rewards import Escrow
 from esper.store.checkpoint import Checkpoints
 from esper.store.tensors import flatten, unflatten

@@ -42,8 +42,7 @@ from esper.nissa.rows import (
 from esper.runs.configuration import PRESETS, TRAINING, training_configs
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.folder.resume import Opening, cohort_configs
-from esper.runs.training.cohort import cohorts_of, sample_instances, settings_of_policy
-from esper.runs.training.train import Trainer, train
+from esper.runs.train import Trainer, cohorts_of, sample_instances, settings_of_policy, train
 from esper.simic.rewards import get_reward
 from esper.tamiyo.catalog import find_controller, get_controller
 from esper.tamiyo.policy.actor import Learned

@@ -26,8 +26,7 @@ from esper.nissa.events import decode
 from esper.nissa.rows import EpisodeRow, PlayedRow
 from esper.runs.configuration import training_configs
 from esper.runs.folder.resume import Opening, cohort_configs, read_config
-from esper.runs.training.cohort import cohorts_of, with_shards
-from esper.runs.training.train import Trainer, train
+from esper.runs.train import Trainer, cohorts_of, train, with_shards
 from esper.runs.workers import transports
 from esper.runs.workers.workers import (
     ALONE,
@@ -183,7 +182,7 @@ class Killing(Trainer):
 def test_a_worker_that_is_lost_in_any_phase_of_a_round_changes_nothing(alone, tmp_path, monkeypatch, phase):
     monkeypatch.setattr(Killing, "phase", phase, raising=False)
     monkeypatch.setattr(Killing, "killed", "")
-    monkeypatch.setattr("esper.runs.training.train.Trainer", Killing)
+    monkeypatch.setattr("esper.runs.train.Trainer", Killing)
     summary, watch = trained(tmp_path / "run", WorkerOptions(2))
     assert Killing.killed == phase
     assert watch.notes == ["worker 1 was lost; the workers are started again, and the round is played again"]
@@ -199,7 +198,7 @@ def test_what_a_teacher_has_shown_is_played_again_where_its_rollouts_are_lost(tm
     monkeypatch.setattr(Killing, "phase", -1, raising=False)
     monkeypatch.setattr(Killing, "killed", "")
     with monkeypatch.context() as killing:
-        killing.setattr("esper.runs.training.train.Trainer", Killing)
+        killing.setattr("esper.runs.train.Trainer", Killing)
         _, watch = trained(tmp_path / "killed", WorkerOptions(2), **rounds)
     assert Killing.killed == -1
     lost, again = watch.notes
@@ -233,7 +232,7 @@ class Stopping(Killing):
 def test_a_worker_that_is_stopped_is_ended_and_changes_nothing(alone, tmp_path, monkeypatch, phase):
     monkeypatch.setattr(Stopping, "phase", phase, raising=False)
     monkeypatch.setattr(Stopping, "killed", "")
-    monkeypatch.setattr("esper.runs.training.train.Trainer", Stopping)
+    monkeypatch.setattr("esper.runs.train.Trainer", Stopping)
     monkeypatch.setattr("esper.runs.workers.workers.QUIET", 3.0)
     summary, watch = trained(tmp_path / "run", WorkerOptions(2), faults={"worker_seconds": 20})
     assert Stopping.killed == phase

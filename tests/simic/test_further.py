@@ -14,8 +14,7 @@ from esper.leyline.lifecycle.masks import allowed_of, every_decision, offered
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.verdicts import Refusal
 from esper.runs.configuration import training_configs
-from esper.runs.training.cohort import cohorts_of
-from esper.runs.training.train import Trainer
+from esper.runs.train import Trainer, cohorts_of
 from esper.simic.client import Apprentice, SimicClient
 from esper.simic.ppo import PPO, _rows, advantages
 from esper.simic.rewards import get_reward

@@ -10,8 +10,7 @@ from esper.leyline.config.tree import build_config
 from esper.leyline.lifecycle.actions import Head, Op
 from esper.runs.configuration import TRAINING
 from esper.runs.folder.interrupt import Interrupt
-from esper.runs.training.cohort import cohorts_of, settings_of_policy
-from esper.runs.training.train import LED, Trainer
+from esper.runs.train import LED, Trainer, cohorts_of, settings_of_policy
 from esper.runs.workers.workers import Stop
 from esper.simic.client import Apprentice, led_by_teacher
 from esper.simic.ppo import PPO

@@ -10,10 +10,10 @@ import torch
 from esper.leyline.config.tree import build_config
 from esper.leyline.errors import InputError
 from esper.leyline.progress import Progress
+from esper.runs import train as training
 from esper.runs.configuration import training_configs
 from esper.runs.folder.resume import Opening, cohort_configs, read_config
-from esper.runs.training import train as training
-from esper.runs.training.cohort import check_exchange, policy_device
+from esper.runs.train import check_exchange, policy_device
 from esper.runs.workers.workers import check_facts, worker_options
 from esper.simic.ppo import PPO
 from esper.tamiyo.policy.actor import Learned

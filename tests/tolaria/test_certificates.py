@@ -21,7 +21,7 @@ from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.gates import judge
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.records import as_tree
-from esper.runs.training.cohort import cohorts_of
+from esper.runs.train import cohorts_of
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.measure.certifying import (
     BETS,

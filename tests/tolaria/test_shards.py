@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from esper.runs.training.cohort import cohorts_of, sample_instances
+from esper.runs.train import cohorts_of, sample_instances
 from esper.simic.client import SimicClient
 from esper.simic.ppo import PPO
 from esper.simic.rewards import get_reward

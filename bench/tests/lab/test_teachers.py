@@ -4,8 +4,7 @@ import pytest
 
 from esper.leyline.errors import InputError
 from esper.runs.configuration import training_configs
-from esper.runs.training.cohort import cohorts_of
-from esper.runs.training.train import Trainer
+from esper.runs.train import Trainer, cohorts_of
 from esper.tamiyo.catalog import get_controller
 from esper.tamiyo.policy.controller import Language, Policy
 from esper.tolaria.engine import VectorizedEngine

@@ -134,7 +134,7 @@ def train(
     from esper.karn.terminal.progress import training_progress
     from esper.runs.configuration import load_config_file, training_configs
     from esper.runs.folder.resume import Opening
-    from esper.runs.training.train import train as train_controller
+    from esper.runs.train import train as train_controller
     from esper.runs.workers.workers import worker_options
     from esper.simic.rewards import get_reward, load_reward
     from esper.store.disk import file_name

@@ -198,7 +198,7 @@ class ProcessTransport:
         self._content = pickled(work)
         self._context = multiprocessing.get_context("forkserver")
         # what every worker needs; the optimizers of torch import dynamo
-        self._context.set_forkserver_preload([__name__, "esper.runs.training.train", "torch._dynamo"])
+        self._context.set_forkserver_preload([__name__, "esper.runs.train", "torch._dynamo"])
         self.connections: dict[int, Connection] = {}
         self._processes: dict[int, BaseProcess] = {}
         self._cut: list[int] = []  # workers that `end` has left

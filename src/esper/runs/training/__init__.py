@@ -1,1 +1,0 @@
-"""Trains a controller."""
