@@ -24,7 +24,6 @@ from esper.runs.configuration import training_configs
 from esper.runs.folder.resume import Opening
 from esper.runs.grow import grow
 from esper.runs.train import train
-from esper.runs.workers import sharded
 from esper.runs.workers.sharded import Shard
 from esper.runs.workers.workers import ALONE, TRIES, WorkerOptions, check_facts, worker_options
 from esper.store.files import CONFIG, MODELS, SUMMARY
@@ -89,7 +88,7 @@ def beside(monkeypatch):
         crews.append(Beside(asked.size, work, losses))
         return kind(crews[-1], note, lambda ready: check_facts(facts, ready), "give fewer workers", stop)
 
-    monkeypatch.setattr(sharded, "start_workers", start_workers)
+    monkeypatch.setattr("esper.runs.grow.start_workers", start_workers)
     return crews, losses
 
 

@@ -32,7 +32,6 @@ from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Floats, Seeds, take
 from esper.leyline.text import counted
 from esper.runs.figures import test_splits
-from esper.runs.folder.interrupt import Interrupt
 from esper.runs.workers.sharded import ShardedEngine
 from esper.runs.workers.workers import ShardPool
 from esper.tamiyo.rules.baselines import Never
@@ -97,47 +96,6 @@ def grown_of(engine: TaskEngine[Any]) -> GrowthResult:
     for name in ("stage", "blueprint", "blend", "alpha"):
         getattr(kept, name)[fossil] = getattr(seeds, name)[fossil]
     return GrowthResult(engine.space.instance.copy(), kept, engine.exported_params()[envs])
-
-
-def train_baselines(
-    task: AnyTask,
-    config: Config,
-    grown: GrowthResult,
-    steps: int,
-    twin: BaselineResult | None,
-    interrupt: Interrupt,
-    note: Callable[[str], None],
-    until: Keys | None = None,
-    pool: ShardPool | None = None,
-) -> dict[str, BaselineResult | Absent]:
-    """Train every baseline that the config names, in order. Baselines that an interrupt prevents are `Absent`.
-
-    After an interrupted growth, they train for the steps that the growth took, if `interrupt` is another one than that of the
-    growth. It leaves out those that are not trained yet. until, pool: as in `train_baseline`.
-    """
-    found: dict[str, BaselineResult | Absent] = {}
-    hint = "; Ctrl-C leaves out the static networks that are not trained yet"  # said once
-    for name in config.baselines:
-        if name == "twin":
-            assert twin is not None
-            found[name] = twin
-        elif interrupt.asked or cut_off(found):
-            found[name] = INTERRUPTED
-        else:
-            try:
-                note(f"training the baseline {name} for {counted(steps, 'step')}{hint}")
-                hint = ""
-                found[name] = train_baseline(
-                    name, task, config, grown, steps, until=until, twin=twin, stop=lambda: interrupt.asked, pool=pool
-                )
-            except KeyboardInterrupt:
-                found[name] = INTERRUPTED
-    return found
-
-
-def cut_off(found: Mapping[str, BaselineResult | Absent]) -> list[str]:
-    """Return the baselines that an interrupt prevented."""
-    return [name for name, trained in found.items() if trained is INTERRUPTED]
 
 
 def as_record(trained: BaselineResult | Absent, metric: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Compute the final figures of a run: its networks on the test and validation splits, and their sizes."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
@@ -14,7 +14,6 @@ from esper.kasmina.stack.widening import wider_hosts
 from esper.leyline.config.tree import Config, RewardConfig
 from esper.leyline.data.task import AnyTask, Instance, Mixture, Split, Task, nonfinite
 from esper.leyline.lifecycle.view import Floats
-from esper.nissa.rows import EvaluationRow
 from esper.simic.rewards import objective
 from esper.tolaria.engine import TaskEngine
 from esper.tolaria.measure.bounds import constant_metric
@@ -59,19 +58,6 @@ def final_figures(engine: TaskEngine[Any], task: AnyTask, config: Config) -> Sum
     values = validation[name if config.select == "metric" else "objective"]["grown"]
     env = max(range(config.envs), key=lambda env: (values[env] is not None, values[env] or 0.0))
     return figures | {"best": {"env": env, "select": config.select, "validation": values[env]}}
-
-
-def evaluation_rows(figures: Summary) -> Iterator[EvaluationRow]:
-    """Yield the rows of the evaluation of the test and validation splits, from `final_figures`."""
-    for split in ("test", "validation"):
-        metric, loss, worth = (figures[f"{split}_{name}"] for name in (figures["metric"], "loss", "objective"))
-        yield EvaluationRow(
-            split=split,
-            metrics=metric["grown"],
-            losses=loss["grown"],
-            objectives=worth["grown"],
-            twin_metrics=metric["host"],
-        )
 
 
 def test_splits(engine: TaskEngine[Any], task: AnyTask) -> list[Split]:

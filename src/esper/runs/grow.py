@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import nn
 
 from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.network.export import PROGRAM, save_network
+from esper.kasmina.network.static import Absent
 from esper.leyline.config.tree import Config
 from esper.leyline.data.batches import map_leaves
 from esper.leyline.data.task import AnyTask, epochs_of, with_steps
@@ -26,6 +27,7 @@ from esper.leyline.protocols import Controller
 from esper.leyline.text import counted
 from esper.nissa.events import digits
 from esper.nissa.outputs import Output
+from esper.nissa.rows import EvaluationRow
 from esper.runs import baselines, figures
 from esper.runs.explanations import Attempts, explanations, thin_splits, unfinished
 from esper.runs.figures import Status, Summary
@@ -34,8 +36,8 @@ from esper.runs.folder.interrupt import Interrupt
 from esper.runs.folder.resume import NEW, Opening, fitting
 from esper.runs.folder.run_folder import LEFT_OUT, LastWholeStep, RunFolder, run_row, save_checkpoint
 from esper.runs.verdict import compared_networks, verdict
-from esper.runs.workers.sharded import ShardedEngine, check_workers, start_shards
-from esper.runs.workers.workers import ALONE, ShardPool, WorkerOptions
+from esper.runs.workers.sharded import ShardedEngine, ShardWorker, check_workers
+from esper.runs.workers.workers import ALONE, SentTask, ShardPool, WorkerOptions, shared_facts, start_workers
 from esper.store.checkpoint import Checkpoints
 from esper.store.disk import write_folder
 from esper.store.files import BEST, MODELS
@@ -100,8 +102,10 @@ def grow(
             with timer.memory("while the data and the networks were set up", lower):
                 pool, sealed, sensing = None, task.sealed(), with_sensors(placed, client)
                 if asked.any:
-                    pool = start_shards(asked, task, watch.note, lambda: interrupt.asked)
-                    pool.patience = config.faults.worker_seconds
+                    work = partial(ShardWorker, SentTask.of(sealed, asked.find))
+                    facts = shared_facts([sealed])
+                    pool = start_workers(ShardPool, asked, work, watch.note, facts, stop=lambda: interrupt.asked)
+                    pool.devices, pool.patience = asked.devices or (None,), config.faults.worker_seconds
                     readers.callback(pool.close)
                 engine = VectorizedEngine(sealed, sensing) if pool is None else ShardedEngine(pool, sealed, sensing)
                 readers.callback(engine.population.close)
@@ -155,15 +159,21 @@ def grow(
 
 
 def _close(episode: "Episode", journal: Journal, ending: Interrupt, status: Status) -> Summary:
-    """Evaluate and export the grown networks, and train the static networks until `ending`; return the summary."""
+    """Evaluate and export the grown networks, and train the static networks until `ending`; return the summary.
+
+    Static networks train for the steps that the growth took, also where it was interrupted, if `ending` is another interrupt
+    than that of the growth.
+    """
     task, config, engine, run, watch = episode.task, episode.config, episode.engine, episode.run, episode.watch
     ended, envs = engine.view().seeds, slice(0, config.envs)
     exported = engine.finish()
     if exported is not None:
         journal.close(exported, ended)
     tested = figures.final_figures(engine, task, config)
-    for row in figures.evaluation_rows(tested):
-        run.hub.emit(row)
+    for split in ("test", "validation"):
+        metric, loss, worth = (tested[f"{split}_{name}"] for name in (tested["metric"], "loss", "objective"))
+        ours = {"metrics": metric["grown"], "losses": loss["grown"], "objectives": worth["grown"]}
+        run.hub.emit(EvaluationRow(split=split, **ours, twin_metrics=metric["host"]))
     networks = [engine.export(env) for env in range(config.envs)]
     exported_envs, untraced = ([], []) if run.path is None else _write_networks(episode, run.path, networks, tested)
     seconds = episode.before + time.perf_counter() - episode.started
@@ -177,12 +187,25 @@ def _close(episode: "Episode", journal: Journal, ending: Interrupt, status: Stat
         stopped = engine.stopping.stopped[envs]
         until = np.where(stopped < 0, episode.steps, stopped)
     placed = config.model_copy(update={"device": engine.config.device})  # a run may continue on another device
-    static = baselines.train_baselines(
-        task, placed, baselines.grown_of(engine), episode.steps, twin, ending, watch.note, until, episode.pool
-    )
-    if baselines.cut_off(static):
+    results, static, cut = baselines.grown_of(engine), dict[str, baselines.BaselineResult | Absent](), list[str]()
+    train = partial(baselines.train_baseline, until=until, twin=twin, stop=lambda: ending.asked, pool=episode.pool)
+    hint = "; Ctrl-C leaves out the static networks that are not trained yet"  # said once
+    for name in config.baselines:
+        if name == "twin":
+            assert twin is not None
+            static[name] = twin
+            continue
+        static[name] = baselines.INTERRUPTED
+        if not ending.asked and not cut:
+            with suppress(KeyboardInterrupt):
+                watch.note(f"training the baseline {name} for {counted(episode.steps, 'step')}{hint}")
+                hint = ""
+                static[name] = train(name, task, placed, results, episode.steps)
+        if static[name] is baselines.INTERRUPTED:
+            cut.append(name)
+    if cut:
         status = "interrupted"
-        watch.answer(f"interrupted: the static networks {', '.join(baselines.cut_off(static))} are left out")
+        watch.answer(f"interrupted: the static networks {', '.join(cut)} are left out")
 
     # The seeds that grew, by slot; `ended` (E, S) are the seeds after the last step.
     grown = [{seed["slot"]: seed["blueprint"] for seed in topology["seeds"]} for _, topology in networks]

@@ -11,7 +11,6 @@ have a ghost behind these rows (`needs_ghost`). What its rows compute does not d
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -35,7 +34,7 @@ from esper.leyline.lifecycle.view import Bools, Floats, Seeds, choose, take
 from esper.leyline.protocols import Controller
 from esper.leyline.text import counted
 from esper.runs.workers.transports import give_sign, unpickled
-from esper.runs.workers.workers import SentTask, ShardPool, WorkerOptions, shared_facts, start_workers
+from esper.runs.workers.workers import SentTask, ShardPool, WorkerOptions, shared_facts
 from esper.store.tensors import StateCopy, Tree
 from esper.tolaria.engine import TaskEngine
 from esper.tolaria.play import Observer
@@ -74,17 +73,6 @@ def check_workers(asked: WorkerOptions, config: Config, client: Controller) -> N
             f"the controller {config.controller} tries candidates in copies of the networks, which workers do not make; leave "
             "workers and devices out, or give another controller"
         )
-
-
-def start_shards(
-    asked: WorkerOptions, task: AnyTask, note: Callable[[str], None], stop: Callable[[], bool]
-) -> ShardPool:
-    """Start the workers of a growth. `stop` ends the wait for them with a KeyboardInterrupt."""
-    sealed = task.sealed()
-    work = partial(ShardWorker, SentTask.of(sealed, asked.find))
-    pool = start_workers(ShardPool, asked, work, note, shared_facts([sealed]), stop=stop)
-    pool.devices = asked.devices or pool.devices
-    return pool
 
 
 class ShardedEngine(TaskEngine["ShardedPopulation"]):
