@@ -121,15 +121,10 @@ def export(
     ] = None,
 ) -> None:
     """Write the grown networks of a run to another folder, each with a new model.pt2 made from its verified weights."""
-    from esper.commands.networks import export_networks, how_to_name, networks_of
-    from esper.tasks.catalog import get_task
+    from esper.commands.networks import export_networks
 
-    sources = networks_of(run, env)
     target = out or Path(f"{run.resolve().name}-networks")
-    host = None if task is None else get_task(task)
-    topologies = export_networks(
-        sources, target, overwrite, host, lambda line: say(line, err=True), how_to_name(run, target, env)
-    )
+    topologies = export_networks(run, env, target, overwrite, task, lambda line: say(line, err=True))
     for name, topology in topologies.items():
         grew = ", ".join(f"{seed['blueprint']} at {seed['slot']}" for seed in topology["seeds"]) or "nothing grew"
         say(f"{target / name}: {topology['parameters']:,} parameters, {grew}")

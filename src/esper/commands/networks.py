@@ -2,7 +2,8 @@
 
 import shlex
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +12,30 @@ from torch import nn
 from esper.api import load
 from esper.kasmina.blueprints import count
 from esper.kasmina.network import export
-from esper.leyline.data.task import AnyTask, Task
+from esper.leyline.data.task import Task
 from esper.leyline.errors import InputError, system_in_words
 from esper.leyline.reference import is_reference
 from esper.runs.folder.resume import read_config
 from esper.store.disk import SUMS, check_sum, find_folder, sums_of, write_folder
 from esper.store.files import MODELS, check_links, is_run
+from esper.tasks.catalog import get_task
 
 Topology = dict[str, Any]
-HOW_TO_NAME = (
-    "give --task path.py:function, whose function returns the task that was grown, or read the network with "
-    "esper.load(folder, host=...)"
-)
-"""What to do if a network has no program because its host is unknown."""
+OWN_HOST = "its host is code of your own, which a run folder may not start"
+"""Why a network whose host is not known by name has no program without the task."""
 _LARGEST_COPIED = 2**32  # bytes of weights of a network whose host is unknown
 _LARGEST_INPUT = 2**26  # numbers in the example with which a program is traced
 
 
-def networks_of(run: Path, env: int | None) -> dict[Path, Path]:
-    """Return folders of networks by their names in the target, "" for `env`. InputError for no run, a link, or no network."""
+def export_networks(
+    run: Path, env: int | None, target: Path, overwrite: bool, task_name: str | None, note: Callable[[str], None]
+) -> dict[Path, Topology]:
+    """Write all networks of a run, or that of `env` alone, to a folder, or none if one fails. Returns topologies by subfolder.
+
+    A new program is made for each network. If the host of a network is code of the user, the host of the named task is used;
+    without it the network gets no program, and `note` is told so. InputError if there is no run or network, a file is a link or
+    damaged, or the target holds other files.
+    """
     if not is_run(run):
         raise InputError(f"{run} is not a run folder: it has no config.yaml. Name one that `esper grow` wrote")
     check_links(run)
@@ -41,40 +47,19 @@ def networks_of(run: Path, env: int | None) -> dict[Path, Path]:
     sources = {name: path for name, path in found.items() if all((path / part).is_file() for part in parts)}
     if not sources:
         raise InputError(f"{run} holds no networks; run it to its end, with --models all or best")
-    if env is None:
-        return sources
-    if Path(f"env-{env:03d}") not in sources:
-        raise InputError(f"{run} has no network of environment {env}; it has {', '.join(map(str, sources))}")
-    return {Path(): sources[Path(f"env-{env:03d}")]}
-
-
-def how_to_name(run: Path, target: Path, env: int | None) -> str:
-    """Return how to give the host of networks whose host is code of the user: the same command with the task of the run."""
-    try:
-        name = read_config(run).task
-    except InputError:  # the networks can be exported without the task
-        return HOW_TO_NAME
-    if not is_reference(name):
-        return HOW_TO_NAME
-    one = [] if env is None else ["--env", str(env)]
-    command = shlex.join(["esper", "export", str(run), *one, "--out", str(target), "--overwrite", "--task", name])
-    return f"if you trust it, give {command}, or read the network with esper.load(folder, host=...)"
-
-
-def export_networks(
-    sources: Mapping[Path, Path],
-    target: Path,
-    overwrite: bool,
-    task: AnyTask | None,
-    note: Callable[[str], None],
-    mend: str,
-) -> dict[Path, Topology]:
-    """Write all networks into `target` under the given names, or none if one fails. Returns their topologies.
-
-    A new program is made for each network. If the host of a network is code of the user, the host of `task` is used; without
-    `task` the network gets no program, and `note` is told so in a sentence that ends in `mend`. InputError if a file is damaged,
-    or if `target` holds other files.
-    """
+    if env is not None:
+        if Path(f"env-{env:03d}") not in sources:
+            raise InputError(f"{run} has no network of environment {env}; it has {', '.join(map(str, sources))}")
+        sources = {Path(): sources[Path(f"env-{env:03d}")]}
+    task = None if task_name is None else get_task(task_name)
+    mend = "give --task path.py:function, whose function returns the task that was grown"  # where a host is not known by name
+    with suppress(InputError):  # the networks can be exported without the config
+        if is_reference(own := read_config(run).task):
+            one = [] if env is None else ["--env", str(env)]
+            command = shlex.join(
+                ["esper", "export", str(run), *one, "--out", str(target), "--overwrite", "--task", own]
+            )
+            mend = f"if you trust it, give {command}"
     if target.exists() and not target.is_dir():
         raise InputError(f"{target} is a file; name a folder with --out")
     content = list(target.iterdir()) if target.exists() else []
@@ -90,7 +75,9 @@ def export_networks(
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
             new, old = Path(scratch) / "new", Path(scratch) / "old"
             for name, path in sources.items():
-                reason = _write(path, new / name, topologies[name], None if task is None else task.host, mend)
+                reason = _write(path, new / name, topologies[name], None if task is None else task.host)
+                if reason == OWN_HOST:
+                    reason += f"; {mend}, or read the network with esper.load(folder, host=...)"
                 if reason is not None:
                     note(f"{target / name} has no {export.PROGRAM}: {reason}")
             if target.exists():
@@ -104,9 +91,7 @@ def export_networks(
     return topologies
 
 
-def _write(
-    source: Path, folder: Path, topology: Topology, host: Callable[[], nn.Module] | None, mend: str
-) -> str | None:
+def _write(source: Path, folder: Path, topology: Topology, host: Callable[[], nn.Module] | None) -> str | None:
     """Write one network. Returns why it has no program; None if it has one."""
     if topology["host"] is None and host is None:
         export.check_size(source, topology["parameters"])
@@ -120,7 +105,7 @@ def _write(
         files = {name: (source / name).read_bytes() for name in (export.MODEL, export.TOPOLOGY)}
         folder.parent.mkdir(parents=True, exist_ok=True)
         write_folder(folder, {**files, SUMS: sums_of(files)})
-        return f"its host is code of your own, which a run folder may not start; {mend}"
+        return OWN_HOST
     network = load(source, host if topology["host"] is None else None)
     topology["parameters"] = count(network)
     failure = export.save_network(folder, network, topology, export.example_of(source, topology, _LARGEST_INPUT))
