@@ -6,8 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel
-
+from esper.leyline.config.input import dotted
 from esper.leyline.config.parsing import LARGEST_YAML, parse_yaml
 from esper.leyline.config.tree import Config, RewardConfig, build_config, dump_config, parse_setting
 from esper.leyline.errors import InputError
@@ -111,24 +110,16 @@ def changed(config: Config, settings: Sequence[str]) -> Config:
     before = cohort_configs(config) if trains else [config]
     after = [build_config(each.model_dump(mode="json"), *layers) for each in before]
     pairs = list(zip(before, after, strict=True))
-    names = {name for one, other in pairs for name in _differences(one, other)}
-    names |= {"twin"} if any(one.twin != other.twin for one, other in pairs) else set()  # rows of the population
+    names = {"twin"} if any(one.twin != other.twin for one, other in pairs) else set()  # rows of the population
+    for pair in pairs:
+        mine, theirs = (dict(dotted(each.model_dump())) for each in pair)
+        names |= {name for name in mine | theirs if mine.get(name) != theirs.get(name)}
     compared = ("select",) if config.early_stopping.enabled else ()  # decides which step so far is the best
     fixed = (*FIXED, *compared, "steps") if trains else (*FIXED, *compared)
     for key in fixed:
         if any(name == key or name.startswith(f"{key}.") for name in names):
             raise InputError(f"changing {key} would make this another run, so it cannot be resumed; start a new one")
     return with_cohorts(after, config.controller) if trains else after[0]
-
-
-def _differences(one: BaseModel, other: BaseModel) -> Iterator[str]:
-    """Yield the dotted names of the keys whose values differ."""
-    for name in type(one).model_fields:
-        mine, theirs = getattr(one, name), getattr(other, name)
-        if isinstance(mine, BaseModel):
-            yield from (f"{name}.{inner}" for inner in _differences(mine, theirs))
-        elif mine != theirs:
-            yield name
 
 
 def finished(folder: Path) -> dict[str, Any] | None:
