@@ -44,10 +44,10 @@ def campaign(out: Path, quick: bool) -> None:
 
 def after(state: Tree, rounds: int, ppo: PPOConfig) -> Tree:
     """The state of a training after so many rounds."""
-    history, figures = RoundHistory(ppo), state["trainer"]["history"]["last"][-1]
+    history, figures = RoundHistory(), state["trainer"]["history"]["last"][-1]
     for number in range(rounds):
-        history.add(number, figures)
-    return {**state, "trainer": {**state["trainer"], "history": history.state()}}
+        history.add(number, figures, ppo)
+    return {**state, "trainer": {**state["trainer"], "history": vars(history)}}
 
 
 def section(out: Path) -> list[str]:

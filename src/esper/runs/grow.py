@@ -37,7 +37,7 @@ from esper.runs.folder.resume import NEW, Opening, fitting
 from esper.runs.folder.run_folder import LEFT_OUT, LastWholeStep, RunFolder, run_row, save_checkpoint
 from esper.runs.verdict import compared_networks, verdict
 from esper.runs.workers.sharded import ShardedEngine, ShardWorker, check_workers
-from esper.runs.workers.workers import ALONE, SentTask, ShardPool, WorkerOptions, shared_facts, start_workers
+from esper.runs.workers.workers import ALONE, ShardPool, WorkerOptions, sent, shared_facts, start_workers
 from esper.store.checkpoint import Checkpoints
 from esper.store.disk import write_folder
 from esper.store.files import BEST, MODELS
@@ -102,7 +102,7 @@ def grow(
             with timer.memory("while the data and the networks were set up", lower):
                 pool, sealed, sensing = None, task.sealed(), with_sensors(placed, client)
                 if asked.any:
-                    work = partial(ShardWorker, SentTask.of(sealed, asked.find))
+                    work = partial(ShardWorker, sent(sealed, asked.maker(task.name)))
                     facts = shared_facts([sealed])
                     pool = start_workers(ShardPool, asked, work, watch.note, facts, stop=lambda: interrupt.asked)
                     pool.devices, pool.patience = asked.devices or (None,), config.faults.worker_seconds

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -39,8 +39,8 @@ from esper.runs.folder.environment import describe_environment
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.folder.resume import NEW, PAID, Opening, fitting, with_cohorts
 from esper.runs.folder.run_folder import LEFT_OUT, LastWholeStep, RunFolder, run_row, save_checkpoint
-from esper.runs.workers.transports import connect, give_sign, serve_rank
-from esper.runs.workers.workers import ALONE, Peers, SentTask, Stop, WorkerOptions, shared_facts, start_workers
+from esper.runs.workers.transports import give_sign, serve_rank, store_of
+from esper.runs.workers.workers import ALONE, Peers, Stop, WorkerOptions, sent, shared_facts, start_workers
 from esper.simic.client import Apprentice, SimicClient
 from esper.simic.exchange import Exchange, ExchangeError, divide
 from esper.simic.ppo import MENDS, PPO, learning_anomalies
@@ -68,8 +68,6 @@ LAST = 10
 
 SHOWN = ("return", "explained_variance", "entropy", "wait", "decisions", "kept", "kept_share", "env_steps_per_second")
 """The figures of `last_rounds`."""
-_HISTORY = ("last", "controller_share", "rounds", "first_entropy", "anomalies")
-"""What a checkpoint holds of `RoundHistory`."""
 
 
 @dataclass(eq=False)
@@ -322,7 +320,7 @@ def train(
 
     def work(level: Level) -> Callable[[str | None], TrainingWorker]:
         """Return what makes a worker, from its device. Raises InputError if a task cannot be sent to workers."""
-        return partial(TrainingWorker, [SentTask.of(task, asked.find) for task in tasks], configs, reward, level)
+        return partial(TrainingWorker, [sent(task, asked.maker(task.name)) for task in tasks], configs, reward, level)
 
     if asked.is_rank:
         return serve_rank(work(config.telemetry.level), asked.devices or (None,))
@@ -351,8 +349,8 @@ def train(
         trainer, ppo, peers = fresh_trainer(shards, config, place, reward, run.hub), config.ppo, None
         if asked.size > 1:
             facts, level = {**shared_facts(sealed), "policy": name_of_place(place)}, run.hub.asked
-            sent = work(level if run.hub.outputs else "off")
-            others = start_workers(Peers, asked, sent, watch.note, facts, stop=lambda: interrupt.asked)
+            made = work(level if run.hub.outputs else "off")
+            others = start_workers(Peers, asked, made, watch.note, facts, stop=lambda: interrupt.asked)
             peers = stack.enter_context(closing(others))
             peers.patience = config.faults.worker_seconds
         stack.callback(lambda: trainer.exchange.close())
@@ -457,18 +455,18 @@ def _rounds(trainer: "Trainer", peers: Peers | None, run: RunFolder, interrupt: 
             raise
 
 
+@dataclass
 class RoundHistory:
-    """Keeps the figures of the last rounds of learning, what was wrong in all of them, and the mean of `controller_share`."""
+    """Keeps what a checkpoint holds of the rounds: figures of the last ones of learning, and what was wrong in all of them."""
 
-    def __init__(self, config: PPOConfig) -> None:
-        self.config = config
-        self.first_entropy = math.nan  # of the first round of learning [nats]
-        # by name: the first round, the number of rounds, and the last sentence
-        self.anomalies: dict[str, dict[str, Any]] = {}
-        self.last: list[dict[str, float]] = []
-        self.controller_share, self.rounds = 0.0, 0  # a sum over rounds, and their number
+    last: list[dict[str, float]] = field(default_factory=list)
+    controller_share: float = 0.0  # the sum over rounds
+    rounds: int = 0  # number of those that are in the sum
+    first_entropy: float = math.nan  # of the first round of learning [nats]
+    # by name: the first round, the number of rounds, and the last sentence
+    anomalies: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def add(self, number: int, figures: Mapping[str, float]) -> dict[str, str]:
+    def add(self, number: int, figures: Mapping[str, float], config: PPOConfig) -> dict[str, str]:
         """Add the figures of a round, and return what is wrong with the learner (`learning_anomalies`).
 
         Rounds of imitation, which have no `kl`, do not enter `last_rounds`.
@@ -478,7 +476,7 @@ class RoundHistory:
             if not self.last:
                 self.first_entropy = figures["entropy"]
             self.last = [*self.last, dict(figures)][-LAST:]
-            wrong = learning_anomalies(self.last, self.first_entropy, self.config)
+            wrong = learning_anomalies(self.last, self.first_entropy, config)
         for name, sentence in wrong.items():
             known = self.anomalies.get(name, {"first_round": number, "rounds": 0})
             self.anomalies[name] = {**known, "rounds": known["rounds"] + 1, "sentence": sentence, "mend": MENDS[name]}
@@ -495,13 +493,6 @@ class RoundHistory:
             last[name] = float(np.mean(finite)) if finite else None
         share = self.controller_share / self.rounds if self.rounds else None
         return {"last_rounds": last, "anomalies": self.anomalies, "controller_share": share}
-
-    def state(self) -> dict[str, Any]:
-        """Return the statistics, for a checkpoint."""
-        return {name: getattr(self, name) for name in _HISTORY}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(deepcopy({name: state[name] for name in _HISTORY}))
 
 
 class _KeptRows(list[bytes]):
@@ -587,7 +578,7 @@ class Trainer(Observer):
         }
         self.shown: list[ShownRound] = []  # by the teacher so far, of each round
         self.best: tuple[float, int] | None = None  # J on validation instances, and the round
-        self.history = RoundHistory(config.ppo)
+        self.history = RoundHistory()
         self.wrong: dict[str, str] = {}  # with the learner after the last round
         self.number = -config.ppo.imitation_rounds  # number of the present round, or of the next
         self.figures: dict[str, float] | None = None  # of a round that is to be validated
@@ -814,7 +805,7 @@ class Trainer(Observer):
                 for shown in self.shown
             ],
             "best": self.best,
-            "history": self.history.state(),
+            "history": dict(vars(self.history)),
             "cohorts": [
                 {"client": client.state(), "apprentice": apprentice.state()}
                 for client, apprentice in zip(*self.clients.values(), strict=True)
@@ -841,7 +832,7 @@ class Trainer(Observer):
             for entry in state["shown"]
         ]
         self.best = None if state["best"] is None else (state["best"][0], state["best"][1])
-        self.history.load_state(state["history"])
+        self.history = RoundHistory(**deepcopy(state["history"]))
         if state["cohorts"] is not None:
             for client, apprentice, own in zip(*self.clients.values(), state["cohorts"], strict=True):
                 client.load_state(own["client"])
@@ -992,7 +983,7 @@ class Trainer(Observer):
             figures["output_wait_seconds"] = waits["waiting_seconds"] - self.waited
             self.waited = waits["waiting_seconds"]
         self.record = self._counted()
-        self.wrong = self.history.add(self.number, figures)
+        self.wrong = self.history.add(self.number, figures, self.config.ppo)
         self.number, self.played = self.number + 1, {}
         return figures
 
@@ -1002,14 +993,14 @@ class TrainingWorker:
 
     def __init__(
         self,
-        tasks: Sequence[SentTask],
+        tasks: Sequence[Callable[[], AnyTask]],
         configs: Sequence[Config],
         reward: Callable[[RewardConfig], Reward],
         level: Level,
         device: str | None,
     ) -> None:
         """device: None is that of the configs. level: of the rows that the first worker writes."""
-        made = [sent.task() for sent in tasks]
+        made = [make() for make in tasks]
         configs = [each if device is None else each.model_copy(update={"device": device}) for each in configs]
         shards = [cohorts_of(task, config, made=0) for task, config in zip(made, configs, strict=True)]
         place = policy_device(configs[0])
@@ -1020,7 +1011,9 @@ class TrainingWorker:
         """Take part in the rounds that are left after a state of the first worker, which has all results."""
         trainer = self.trainer
         trainer.load_state(part["state"])
-        exchange = connect(part["meeting"], part["owners"], part["rank"], part["size"], trainer.carrier())
+        owners, rank, size, interface = part["owners"], part["rank"], part["size"], part["meeting"]["interface"]
+        store = store_of(part["meeting"], size)
+        exchange = Exchange.joined(store, owners, rank, size, interface, trainer.carrier())
         exchange.at_work = partial(give_sign, observers)
         trainer.use(exchange)
         try:

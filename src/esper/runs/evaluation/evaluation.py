@@ -37,7 +37,7 @@ from esper.runs.figures import exported_objective, objective_of, test_splits
 from esper.runs.folder.environment import describe_environment, fingerprint
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.workers.transports import pickled, serve_rank, unpickled
-from esper.runs.workers.workers import ALONE, SentTask, Stop, WorkerOptions, WorkerPool, shared_facts, start_workers
+from esper.runs.workers.workers import ALONE, Stop, WorkerOptions, WorkerPool, sent, shared_facts, start_workers
 from esper.store.disk import DiskRetry, file_name, remove_unfinished, write_atomic
 from esper.store.files import EVALUATION
 from esper.store.lock import locked_folder
@@ -79,9 +79,9 @@ def disk_retry(config: Config, note: Callable[[str], None], folder: Path) -> Dis
 class EvaluationPlayer:
     """Computes the parts of an evaluation in a worker: of its tasks, with their test splits, and those of references."""
 
-    def __init__(self, tasks: Sequence[SentTask], device: str | None) -> None:
+    def __init__(self, tasks: Sequence[Callable[[], AnyTask]], device: str | None) -> None:
         """Make the tasks in this process. Parts are computed on the device, or on that of their config if it is None."""
-        self._tasks, self._device = [sent.task() for sent in tasks], device
+        self._tasks, self._device = [make() for make in tasks], device
         self.facts = shared_facts(self._tasks)
 
     def play(self, part: Tree, *observers: Observer) -> Tree:
@@ -146,12 +146,12 @@ class Runner:
                 made = part.compute(part.task, part.config)
                 done(place, made, time.perf_counter() - begin)
         if self.pool is not None and missing:
-            sent = []
+            given = []
             self.pool.patience = max(parts[place].config.faults.worker_seconds for place in missing)
             for part in (parts[place] for place in missing):
                 content = pickled((part.config, part.compute), f"the controller {part.who[0]!r}")
-                sent.append({"task": self._places[id(part.task)], "content": np.frombuffer(content, np.uint8)})
-            self.pool.play(sent, self._stop, returned)
+                given.append({"task": self._places[id(part.task)], "content": np.frombuffer(content, np.uint8)})
+            self.pool.play(given, self._stop, returned)
         return [found[place] for place in range(len(parts))]
 
     def _stored(self, part: EvaluationPart) -> Arrays | None:
@@ -197,14 +197,8 @@ def evaluation_work(
     asked: WorkerOptions, tasks: Sequence[AnyTask], references: References
 ) -> Callable[[str | None], EvaluationPlayer]:
     """Return what makes the player of a worker, from its device. Raises InputError if a task cannot be sent to workers."""
-    sent = [SentTask.of(task, asked.find, sealed=False) for task in tasks]
-    sent += [SentTask.of(task, partial(_made, make), sealed=False) for task, make in references]
-    return partial(EvaluationPlayer, sent)
-
-
-def _made(make: Callable[[], AnyTask], name: str) -> AnyTask:
-    """Make the task of a reference, which has no name that a catalog knows."""
-    return make()
+    every = [*((task, asked.maker(task.name)) for task in tasks), *references]
+    return partial(EvaluationPlayer, [sent(task, find, sealed=False) for task, find in every])
 
 
 @contextmanager

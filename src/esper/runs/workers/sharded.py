@@ -34,7 +34,7 @@ from esper.leyline.lifecycle.view import Bools, Floats, Seeds, choose, take
 from esper.leyline.protocols import Controller
 from esper.leyline.text import counted
 from esper.runs.workers.transports import give_sign, unpickled
-from esper.runs.workers.workers import SentTask, ShardPool, WorkerOptions, shared_facts
+from esper.runs.workers.workers import ShardPool, WorkerOptions, shared_facts
 from esper.store.tensors import StateCopy, Tree
 from esper.tolaria.engine import TaskEngine
 from esper.tolaria.play import Observer
@@ -597,9 +597,9 @@ class Shard:
 class ShardWorker:
     """Does the work of a worker of a growth, on its shards of the populations that are open."""
 
-    def __init__(self, sent: SentTask, device: str | None) -> None:
+    def __init__(self, task: Callable[[], AnyTask], device: str | None) -> None:
         """Make the task in this process. Shards are on the device, or on that of their config if it is None."""
-        self._task, self._device = sent.task(), device
+        self._task, self._device = task(), device
         self._shards: dict[int, Shard] = {}
         self.facts = shared_facts([self._task])
 

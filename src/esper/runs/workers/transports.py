@@ -32,7 +32,6 @@ from torch.distributed.rendezvous import rendezvous
 from esper.leyline.distribution import pip_install
 from esper.leyline.errors import InputError, WorkerError, describe_error, typed_line
 from esper.leyline.lifecycle.view import View
-from esper.simic.exchange import Exchange
 from esper.store.tensors import Tree, pack, unpack
 from esper.tolaria.play import Observer
 
@@ -64,27 +63,16 @@ class Work(Protocol):
         """Play a part and return its result."""
 
 
-def connect(
-    meeting: Tree,
-    owners: Sequence[int],
-    rank: int,
-    size: int,
-    gpu: torch.device | None = None,
-    store: "Store | None" = None,
-) -> Exchange:
-    """Return the exchange of the worker of a rank with the others that come to a meeting; waits for them.
-
-    gpu: that of this worker, if gradients go through NCCL. store: of rank 0.
-    """
+def store_of(meeting: Tree, size: int) -> "Store":
+    """Return the store of a meeting to one of the workers that come to it, which are `size` in all."""
     if "file" in meeting:
-        return Exchange.joined(store or FileStore(meeting["file"], size), owners, rank, size, "127.0.0.1", gpu)
-    store = store or TCPStore(meeting["host"], meeting["port"], is_master=False)
-    return Exchange.joined(store, owners, rank, size, gpu=gpu)
+        return FileStore(meeting["file"], size)
+    return TCPStore(meeting["host"], meeting["port"], is_master=False)
 
 
 def _open_meeting(host: str) -> tuple["Store", Tree]:
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False)  # at a port that is free
-    return store, {"host": host, "port": store.port}
+    return store, {"host": host, "port": store.port, "interface": None}
 
 
 class MessageAnswers:
@@ -237,7 +225,7 @@ class ProcessTransport:
     def meeting(self) -> tuple["Store", Tree]:
         """Return a store where workers publish their addresses, and how they reach it: a file beside the fork server's socket."""
         path = os.path.join(get_temp_dir(), f"meeting-{secrets.token_hex(8)}")  # a file that exists has old addresses
-        return FileStore(path, len(self.numbers) + 1), {"file": path}
+        return FileStore(path, len(self.numbers) + 1), {"file": path, "interface": "127.0.0.1"}
 
     def receive(self, seconds: float) -> list[tuple[int, bytes | None]]:
         """Wait for answers at most so long; return workers with them, None of one whose connection has ended: it is lost."""

@@ -288,14 +288,15 @@ class Peers(Workers):
     def join(self, part: Mapping[str, Any], owners: Sequence[int], gpu: torch.device | None = None) -> Exchange:
         """Give all workers their parts, and return the exchange with them. Raises ExchangeError if one is lost.
 
-        part: what they begin with. owners: rank of the worker that has each shard. gpu: as in `connect`.
+        part: what they begin with. owners: rank of the worker that has each shard. gpu: that of this worker, if gradients go
+        through NCCL.
         """
         store, meeting = self.transport.meeting()
         for rank in self.transport.numbers:
             given = {**part, "meeting": meeting, "owners": list(owners), "rank": rank, "size": self.size}
             self.transport.send(rank, pack({"part": given}))
         thread = Background()  # because a worker that is lost before it has come would be waited for
-        found = thread.submit(partial(transports.connect, meeting, owners, 0, self.size, gpu, store))
+        found = thread.submit(partial(Exchange.joined, store, owners, 0, self.size, meeting["interface"], gpu))
         thread.close(lambda: None)
         while True:
             with suppress(TimeoutError):
@@ -388,6 +389,10 @@ class WorkerOptions(NamedTuple):
     cluster: str | None = None  # 'ray', a `ray://` address, or 'torchrun'; None starts processes on this machine
     # from the name of a task to the task, for workers that are not sent the task itself
     find: Callable[[str], AnyTask] | None = None
+
+    def maker(self, name: str) -> Callable[[], AnyTask] | None:
+        """Return what makes the task of a name; None where tasks have none."""
+        return None if self.find is None else partial(self.find, name)
 
     @property
     def any(self) -> bool:
@@ -483,37 +488,28 @@ def start_workers(
     return kind(transport, note, partial(check_facts, facts), mend, stop)
 
 
-class SentTask(NamedTuple):
-    """Holds a task on its way to a worker."""
+def sent(task: AnyTask, find: Callable[[], AnyTask] | None, *, sealed: bool = True) -> Callable[[], AnyTask]:
+    """Return what makes a task in a worker, without its test split if `sealed`: from its bytes, or else by `find`.
 
-    name: str  # name of the task
-    content: bytes | None  # the pickled task; None if the worker builds it from its name
-    find: Callable[[str], AnyTask] | None = None  # from the name to the task
-    sealed: bool = True  # whether the worker gets the task without its test split
+    Raises InputError if the task cannot be pickled and `find` is None or cannot make it.
+    """
+    what = f"the task {task.name!r}"
+    mend = "define its host and its functions at the top of a module, or name the task as path.py:function"
+    try:
+        content = transports.pickled(task.sealed() if sealed else task, what, mend)
+    except InputError:
+        with suppress(InputError):
+            if find is not None:
+                find()
+                return partial(_found, find, sealed)
+        raise
+    return partial(
+        transports.unpickled, content, what, "define it in a file that can be imported, or name it as path.py:function"
+    )
 
-    @classmethod
-    def of(cls, task: AnyTask, find: Callable[[str], AnyTask] | None, *, sealed: bool = True) -> "SentTask":
-        """Pickle a task, without its test split if `sealed`, or take its name if it can be built from that."""
-        given = task.sealed() if sealed else task
-        mend = "define its host and its functions at the top of a module, or name the task as path.py:function"
-        try:
-            return cls(task.name, transports.pickled(given, f"the task {task.name!r}", mend))
-        except InputError:
-            with suppress(InputError):
-                if find is not None:
-                    find(task.name)
-                    return cls(task.name, None, find, sealed)
-            raise
 
-    def task(self) -> AnyTask:
-        """Return the task, in a worker. Raises InputError if it cannot be imported there."""
-        if self.content is None:
-            assert self.find is not None, "a task without content is found by its name"
-            made = self.find(self.name)
-            return made.sealed() if self.sealed else made
-        mend = "define it in a file that can be imported, or name it as path.py:function"
-        task: AnyTask = transports.unpickled(self.content, f"the task {self.name!r}", mend)
-        return task
+def _found(find: Callable[[], AnyTask], sealed: bool) -> AnyTask:
+    return find().sealed() if sealed else find()
 
 
 def shared_facts(tasks: Sequence[AnyTask]) -> Tree:
