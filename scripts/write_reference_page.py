@@ -88,7 +88,7 @@ def keys(name: str) -> Iterator[str]:
 
 
 def members(name: str, cls: type) -> list[str]:
-    """The fields that the docstring of a class does not describe, and its public methods, also those of private bases."""
+    """The fields that the docstring of a class does not describe, and its public methods, which may be of private bases."""
     private = [base for base in cls.__mro__[1:] if base.__module__.startswith("esper.") and not public(base)]
     seen = set()
     documented = set(re.findall(r"^    (\w+)(?: \(|:)", inspect.getdoc(cls) or "", re.MULTILINE))
@@ -100,7 +100,7 @@ def members(name: str, cls: type) -> list[str]:
             if own is None or own.startswith("_") or own in seen or own in documented:
                 continue
             seen.add(own)
-            if isinstance(node, ast.AnnAssign):
+            if isinstance(node, ast.AnnAssign) and base is cls:
                 _, _, comment = lines[(node.end_lineno or 1) - 1].partition("  # ")
                 fields.append(f"- `{own}` ({ast.unparse(node.annotation)})" + (f": {comment}" if comment else ""))
             elif isinstance(node, Function):

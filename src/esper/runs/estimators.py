@@ -4,6 +4,7 @@ import copy
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -54,37 +55,22 @@ class Look(NamedTuple):
     loss: float
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class _Growing(BaseEstimator):
     """Holds what both estimators share; the docstrings of these say what the parameters are."""
 
-    def __init__(
-        self,
-        *,
-        layers: int = 2,
-        units: int = 16,
-        start: Literal["knee"] | None = None,
-        factor: float = 4.0,
-        most_units: int = 256,
-        rate: float = 3e-3,
-        batch: int = 64,
-        held_out: float = 0.15,
-        patience: int = 12,
-        most_steps: int = 20_000,
-        plan: Literal["anytime"] | None = None,
-        random_state: Any = None,
-    ) -> None:
-        self.layers = layers
-        self.units = units
-        self.start = start
-        self.factor = factor
-        self.most_units = most_units
-        self.rate = rate
-        self.batch = batch
-        self.held_out = held_out
-        self.patience = patience
-        self.most_steps = most_steps
-        self.plan = plan
-        self.random_state = random_state
+    layers: int = 2
+    units: int = 16
+    start: Literal["knee"] | None = None
+    factor: float = 4.0
+    most_units: int = 256
+    rate: float = 3e-3
+    batch: int = 64
+    held_out: float = 0.15
+    patience: int = 12
+    most_steps: int = 20_000
+    plan: Literal["anytime"] | None = None
+    random_state: Any = None
 
     @torch.enable_grad()
     def _fit_network(self, x: NDArray[Any], target: Tensor, outputs: int, loss: nn.Module, strata: Any) -> None:
