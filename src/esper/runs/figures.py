@@ -200,28 +200,6 @@ def _pair(values: Floats, config: Config) -> Pair:
     return {"host": plain[config.envs :] if config.twin else None, "grown": plain[: config.envs]}
 
 
-def compute_figures(engine: TaskEngine[Any]) -> Summary:
-    """Return the compute beyond that of the hosts, where it has a price or candidates were tried; else nothing.
-
-    Steps are those of one row of the host, summed over the environments; the share is of all that the hosts took.
-    """
-    config, compute, envs = engine.config, engine.state.compute, slice(0, engine.config.envs)
-    seeds, forks = float(compute.seeds[envs].sum()), float(compute.forks[envs].sum())
-    if not config.reward.compute_price and not forks:
-        return {}
-    hosts = config.envs * engine.state.step
-    return {
-        "compute": {
-            "host_row_steps": hosts,
-            "seed_row_steps": round(seeds, 3),
-            "trial_row_steps": round(forks, 3),
-            "share": round((seeds + forks) / max(hosts, 1), 6),
-            "price": config.reward.compute_price,
-            "paid": [round(each, 9) for each in compute.price(config)[envs].tolist()],
-        }
-    }
-
-
 def host_sizes(engine: TaskEngine[Any], task: AnyTask) -> list[int]:
     """Return the parameters of a host at first, and after each time that all networks became wider (`widen.at`)."""
     hosts, population = task.instance(int(engine.space.instance[0])).host, engine.population
@@ -248,15 +226,30 @@ def widening_figures(engine: TaskEngine[Any], task: AnyTask) -> Summary:
     return figures
 
 
-def pass_figures(engine: TaskEngine[Any]) -> Summary:
-    """Return what torch.compile did, if the run asked for it, and the updates that were skipped, if they were in float16."""
-    population, config = engine.population, engine.config
+def effort_figures(engine: TaskEngine[Any]) -> Summary:
+    """Return what torch.compile did, if the run asked for it; the updates that were skipped, if they were in float16; and the
+    compute beyond that of the hosts, where it has a price or candidates were tried.
+
+    Steps are those of one row of the host, summed over the environments; the share is of all that the hosts took.
+    """
+    population, config, envs = engine.population, engine.config, slice(0, engine.config.envs)
     figures: Summary = {} if population.compiled is None else {"compiled": population.compiled}
     if population.overflowed is not None:
         skipped = population.overflowed[: engine.rows].tolist()
         figures["skipped_updates"] = {
             "updates": engine.state.step * config.data.batches_per_step // config.optimizer.accumulation_steps,
             "host": skipped[config.envs :] if config.twin else None,
-            "grown": skipped[: config.envs],
+            "grown": skipped[envs],
+        }
+    compute, hosts = engine.state.compute, config.envs * engine.state.step
+    seeds, forks = float(compute.seeds[envs].sum()), float(compute.forks[envs].sum())
+    if config.reward.compute_price or forks:
+        figures["compute"] = {
+            "host_row_steps": hosts,
+            "seed_row_steps": round(seeds, 3),
+            "trial_row_steps": round(forks, 3),
+            "share": round((seeds + forks) / max(hosts, 1), 6),
+            "price": config.reward.compute_price,
+            "paid": [round(each, 9) for each in compute.price(config)[envs].tolist()],
         }
     return figures

@@ -34,7 +34,7 @@ from esper.runs.figures import Status, Summary
 from esper.runs.folder.environment import describe_environment
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.folder.resume import NEW, Opening, fitting
-from esper.runs.folder.run_folder import LEFT_OUT, LastWholeStep, RunFolder, run_row, save_checkpoint
+from esper.runs.folder.run_folder import LEFT_OUT, LastWholeStep, RunFolder, save_checkpoint
 from esper.runs.verdict import compared_networks, verdict
 from esper.runs.workers.sharded import ShardedEngine, ShardWorker, check_workers
 from esper.runs.workers.workers import ALONE, ShardPool, WorkerOptions, sent, shared_facts, start_workers
@@ -116,18 +116,16 @@ def grow(
                 episode.begin()
         except OutOfMemory:
             # the folder is made, so that the same run can be started by `esper resume` when there is room
-            row = partial(run_row, config, config.controller, None, ())
-            run.begin(lambda: describe_environment(resolve_device(config.device), config), row("running"))
+            run.begin(lambda: describe_environment(resolve_device(config.device), config))
             names = {"task": config.task, "controller": config.controller, "envs": config.envs, "seed": config.seed}
-            with run.recorded(row, lambda: {**names, "steps": config.steps, "steps_done": 0}):
+            with run.recorded(lambda: {**names, "steps": config.steps, "steps_done": 0}):
                 raise
         hosts = engine.population.host_params[: config.envs].copy()
         if engine.population.widened:  # in a run that goes on
             hosts[:] = figures.host_sizes(engine, task)[0]
-        row = partial(run_row, config, config.controller, engine.space, hosts)
-        run.begin(lambda: describe_environment(engine.device, config), row("running"))
+        run.begin(lambda: describe_environment(engine.device, config), engine.space, hosts)
         try:
-            with run.recorded(row, episode.settings), engine.timer.memory("between steps", users=False):
+            with run.recorded(episode.settings), engine.timer.memory("between steps", users=False):
                 play(engine, client, Until(lambda: interrupt.asked), journal, episode, first=episode.decided)
                 episode.save_at_end()
                 client.update()
@@ -151,10 +149,10 @@ def grow(
         except KeyboardInterrupt:
             # a further SIGINT, which ends the process at once
             episode.last.save(run.hub, episode.store, watch.answer, LEFT_OUT, episode.whole)
-            run.hub.emit(row("interrupted"))
+            run.hub.emit(run.row("interrupted"))
             watch.answer("interrupted again: the run ends at once, without a summary")
             raise
-        run.end(row(summary["status"]), summary)
+        run.end(summary)
     return summary
 
 
@@ -239,8 +237,7 @@ def _close(episode: "Episode", journal: Journal, ending: Interrupt, status: Stat
         "untraced": untraced,
         **engine.governor.record.counts(),
         **engine.seed_history.lists,
-        **figures.pass_figures(engine),
-        **figures.compute_figures(engine),
+        **figures.effort_figures(engine),
         "explanations": explained,
         **({} if episode.pool is None else {"workers": episode.pool.summary()}),
         "seconds": round(seconds, 3),

@@ -38,7 +38,7 @@ from esper.runs.figures import Status, Summary, exported_objective
 from esper.runs.folder.environment import describe_environment
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.folder.resume import NEW, PAID, Opening, fitting, with_cohorts
-from esper.runs.folder.run_folder import LEFT_OUT, LastWholeStep, RunFolder, run_row, save_checkpoint
+from esper.runs.folder.run_folder import LEFT_OUT, LastWholeStep, RunFolder, save_checkpoint
 from esper.runs.workers.transports import give_sign, serve_rank, store_of
 from esper.runs.workers.workers import ALONE, Peers, Stop, WorkerOptions, sent, shared_facts, start_workers
 from esper.simic.client import Apprentice, SimicClient
@@ -364,10 +364,9 @@ def train(
                     f"ppo.rounds is {ppo.rounds}, but the training has done {counted(trainer.number, 'round')}; give "
                     f"{trainer.number} or more"
                 )
-        row = partial(run_row, config, PAID, trainer.cohorts[0].engine.space, ())
         cohorts = {each.task: each.model_dump(mode="json") for each in configs}
         device = resolve_device(config.device)
-        run.begin(lambda: {**describe_environment(device, config), "cohorts": cohorts}, row("running"))
+        run.begin(lambda: {**describe_environment(device, config), "cohorts": cohorts}, trainer.cohorts[0].engine.space)
         trainer.store = run.store
         # The timer says, where memory runs out, what is in memory.
         timer = trainer.cohorts[0].engine.timer
@@ -377,16 +376,16 @@ def train(
             return {**trainer.summary(status), **({} if peers is None else {"workers": peers.summary()}), **shown}
 
         try:
-            with run.recorded(row, lambda: summary("failed")), timer.memory("between steps", users=False):
+            with run.recorded(lambda: summary("failed")), timer.memory("between steps", users=False):
                 status = _rounds(trainer, peers, run, interrupt, watch)
         except KeyboardInterrupt:
             trainer.last.save(run.hub, run.store, watch.note, LEFT_OUT)
-            run.end(row("interrupted"), summary("interrupted"), at_once=True)
+            run.end(summary("interrupted"), at_once=True)
             raise
         whole = summary(status)
         if status == "failed":
             whole = {**whole, "error": describe_error(RolledBack(whole["rollbacks"]))}
-        run.end(row(status), whole)
+        run.end(whole)
     return whole
 
 

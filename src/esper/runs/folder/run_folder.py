@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from esper.leyline.config.tree import Config, dump_config
 from esper.leyline.data.task import AnyTask
@@ -28,7 +28,7 @@ from esper.nissa.recovery import Mark, resume_events
 from esper.nissa.rows import CheckpointRow, EnvironmentRow, RunRow
 from esper.runs.folder.environment import CODE, DATA, VERSIONS, compare_origin, origin_of
 from esper.runs.folder.interrupt import Interrupt
-from esper.runs.folder.resume import NEW, Opening, change_config, fitting, take_up
+from esper.runs.folder.resume import NEW, PAID, Opening, change_config, fitting, take_up
 from esper.store import files
 from esper.store.changes import read_trail, record_origin
 from esper.store.checkpoint import Checkpoint, Checkpoints
@@ -277,9 +277,15 @@ class RunFolder:
                 if mark is not None:
                     self.mark = {"bytes": operator.index(mark["bytes"]), "sha256": str(mark["sha256"])}
 
-    def begin(self, environment: Callable[[], Mapping[str, Any]], row: RunRow) -> None:
-        """Write the first files and the first row; for a run that continues, write only what is missing or changed."""
-        environment = cache(environment)
+    def begin(
+        self, environment: Callable[[], Mapping[str, Any]], space: Space | None = None, host_params: Any = ()
+    ) -> None:
+        """Write the first files and the first row; for a run that continues, write only what is missing or changed.
+
+        space: None for networks that did not fit into memory. host_params: (E,) parameters of the hosts.
+        """
+        self._space, self._host_params, environment = space, host_params, cache(environment)
+        row = self.row("running")
         if self.path is not None and self.lock is not None:
             path, lock = self.path, self.lock
             steps, differs, origin = 0 if self.found is None else self.found.number, self.differs, self.origin
@@ -319,8 +325,9 @@ class RunFolder:
             versions = {name: found[name] for name in VERSIONS}
             self.hub.emit(EnvironmentRow(versions=versions, **{name: found[name] for name in names}))
 
-    def end(self, row: RunRow, summary: Mapping[str, Any], *, at_once: bool = False) -> None:
+    def end(self, summary: Mapping[str, Any], *, at_once: bool = False) -> None:
         """Write the last row and the summary, with its error if any, after the last checkpoint unless `at_once`."""
+        row = self.row(summary["status"])
         if self.store is not None and not at_once:
             self.store.join()
         if self.store is not None:
@@ -332,11 +339,25 @@ class RunFolder:
         if self.path is not None:
             self._write(self.path / files.SUMMARY, files.to_json(summary))
 
+    def row(self, status: Any) -> RunRow:
+        """Return a row of the run, once it has begun."""
+        config, space = self.config, self._space
+        return RunRow(
+            status=status,
+            task=config.task,
+            controller=PAID if config.tasks else config.controller,
+            envs=config.envs,
+            steps=config.steps,
+            seed=config.seed,
+            device=str(resolve_device(config.device)),
+            slots=() if space is None else space.slots,
+            blueprints=() if space is None else [blueprint.name for blueprint in space.blueprints],
+            host_param_counts=self._host_params,
+        )
+
     @contextmanager
-    def recorded(
-        self, row: Callable[[Literal["failed"]], RunRow], asked: Callable[[], Mapping[str, Any]]
-    ) -> Iterator[None]:
-        """Write `row("failed")` and the summary if the body fails, and say in the error how the run is resumed.
+    def recorded(self, asked: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
+        """Write the last row and the summary if the body fails, and say in the error how the run is resumed.
 
         asked: returns the summary up to now. On a full disk nothing is written.
         """
@@ -346,7 +367,7 @@ class RunFolder:
             if isinstance(error, OSError) and error.errno in _FULL:
                 raise
             summary = {**asked(), "status": "failed", "error": describe_error(error)}
-            self.end(row("failed"), summary, at_once=True)
+            self.end(summary, at_once=True)
             if self.path is None:
                 raise
             command = resume_command(self.path, self.config.tasks or (self.config.task,), self.config.controller)
@@ -365,22 +386,6 @@ class RunFolder:
 
     def _write(self, path: Path, content: str) -> None:
         self.retry(path, lambda: write_atomic(path, content))
-
-
-def run_row(config: Config, controller: str, space: Space | None, hosts: Any, status: Any) -> RunRow:
-    """Return a row of a run. space: None for networks that did not fit into memory. hosts: (E,) their parameters."""
-    return RunRow(
-        status=status,
-        task=config.task,
-        controller=controller,
-        envs=config.envs,
-        steps=config.steps,
-        seed=config.seed,
-        device=str(resolve_device(config.device)),
-        slots=() if space is None else space.slots,
-        blueprints=() if space is None else [blueprint.name for blueprint in space.blueprints],
-        host_param_counts=hosts,
-    )
 
 
 def emit_checkpoints(hub: Hub, store: Checkpoints) -> None:
