@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,10 @@ from esper.runs.figures import Status, Summary
 from esper.runs.folder.environment import describe_environment
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.folder.resume import NEW, Opening, fitting
-from esper.runs.folder.run_folder import LEFT_OUT, LastWholeStep, RunFolder, save_checkpoint
+from esper.runs.folder.run_folder import RunFolder
 from esper.runs.verdict import compared_networks, verdict
 from esper.runs.workers.sharded import ShardedEngine, ShardWorker, check_workers
 from esper.runs.workers.workers import ALONE, ShardPool, WorkerOptions, sent, shared_facts, start_workers
-from esper.store.checkpoint import Checkpoints
 from esper.store.disk import write_folder
 from esper.store.files import BEST, MODELS
 from esper.tamiyo.catalog import with_sensors
@@ -124,6 +123,8 @@ def grow(
         if engine.population.widened:  # in a run that goes on
             hosts[:] = figures.host_sizes(engine, task)[0]
         run.begin(lambda: describe_environment(engine.device, config), engine.space, hosts)
+        if client.state() is None:
+            run.store = None
         try:
             with run.recorded(episode.settings), engine.timer.memory("between steps", users=False):
                 play(engine, client, Until(lambda: interrupt.asked), journal, episode, first=episode.decided)
@@ -148,7 +149,7 @@ def grow(
                 summary = _close(episode, journal, ending, status)
         except KeyboardInterrupt:
             # a further SIGINT, which ends the process at once
-            episode.last.save(run.hub, episode.store, watch.answer, LEFT_OUT, episode.whole)
+            run.save_kept(watch.answer, episode.whole)
             run.hub.emit(run.row("interrupted"))
             watch.answer("interrupted again: the run ends at once, without a summary")
             raise
@@ -268,7 +269,6 @@ class Episode(Observer):
     steps: int = 0
     seconds: float = 0.0  # duration of the steps alone
     before: float = 0.0  # duration of the run before it was resumed [seconds]
-    last: LastWholeStep = field(default_factory=LastWholeStep)  # kept if examples are read by batch
 
     def begin(self) -> None:
         """Begin a new episode with its first decision, or restore that of the checkpoint from which the run continues."""
@@ -288,19 +288,14 @@ class Episode(Observer):
         if self.steps > config.steps:
             raise InputError(f"steps is {config.steps}, but the run has taken {self.steps}; give {self.steps} or more")
 
-    @cached_property
-    def store(self) -> Checkpoints | None:
-        """The checkpoints; None where none are written."""
-        return None if self.client.state() is None else self.run.store
-
     def going(self, view: View) -> bool:
         """Write a checkpoint if one is due."""
-        store = self.store
+        store = self.run.store
         if store is not None and store.due(self.steps):
             self.save()
         if store is not None and self.engine.reads:
             with self.engine.remembering():
-                self.last.take(self.run.hub, self.steps, self._state())
+                self.run.keep(self.steps, self._state())
         return True
 
     def stepped(self, step: Step) -> None:
@@ -321,7 +316,7 @@ class Episode(Observer):
 
     def broken(self) -> None:
         """Write a checkpoint of the last whole step, if it is known."""
-        self.last.save(self.run.hub, self.store, self.watch.note, whole=self.whole)
+        self.run.save_kept(whole=self.whole)
 
     def whole(self, state: dict[str, Any]) -> None:
         """Complete a state of the last whole step by what the workers kept of it."""
@@ -336,13 +331,13 @@ class Episode(Observer):
 
     def save(self) -> None:
         """Write a checkpoint, unless no step was taken since the last."""
-        save_checkpoint(self.run.hub, self.store, self.steps, self._state)
+        self.run.save(self.steps, self._state)
 
     def save_at_end(self) -> None:
         """Write the last checkpoint and wait for it, as a second signal later on would end the process at once."""
         self.save()
-        if self.store is not None:
-            self.store.join()
+        if self.run.store is not None:
+            self.run.store.join()
 
     def _state(self) -> dict[str, Any]:
         return {

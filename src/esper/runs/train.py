@@ -38,7 +38,7 @@ from esper.runs.figures import Status, Summary, exported_objective
 from esper.runs.folder.environment import describe_environment
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.folder.resume import NEW, PAID, Opening, fitting, with_cohorts
-from esper.runs.folder.run_folder import LEFT_OUT, LastWholeStep, RunFolder, save_checkpoint
+from esper.runs.folder.run_folder import RunFolder
 from esper.runs.workers.transports import give_sign, serve_rank, store_of
 from esper.runs.workers.workers import ALONE, Peers, Stop, WorkerOptions, sent, shared_facts, start_workers
 from esper.simic.client import Apprentice, SimicClient
@@ -46,7 +46,6 @@ from esper.simic.exchange import Exchange, ExchangeError, divide
 from esper.simic.ppo import MENDS, PPO, learning_anomalies
 from esper.simic.rewards import get_reward, make_reward, name_of_reward
 from esper.simic.rollout import Rollout, ShardedRollout
-from esper.store.checkpoint import Checkpoints
 from esper.store.tensors import Tree, pack, unpack
 from esper.tamiyo.catalog import FOLDER, get_controller
 from esper.tamiyo.policy.actor import Learned
@@ -367,7 +366,7 @@ def train(
         cohorts = {each.task: each.model_dump(mode="json") for each in configs}
         device = resolve_device(config.device)
         run.begin(lambda: {**describe_environment(device, config), "cohorts": cohorts}, trainer.cohorts[0].engine.space)
-        trainer.store = run.store
+        trainer.run = run
         # The timer says, where memory runs out, what is in memory.
         timer = trainer.cohorts[0].engine.timer
 
@@ -379,7 +378,7 @@ def train(
             with run.recorded(lambda: summary("failed")), timer.memory("between steps", users=False):
                 status = _rounds(trainer, peers, run, interrupt, watch)
         except KeyboardInterrupt:
-            trainer.last.save(run.hub, run.store, watch.note, LEFT_OUT)
+            run.save_kept(watch.note)
             run.end(summary("interrupted"), at_once=True)
             raise
         whole = summary(status)
@@ -450,7 +449,7 @@ def _rounds(trainer: "Trainer", peers: Peers | None, run: RunFolder, interrupt: 
             trainer.use(alone)  # ends the connections to the workers that are left
             peers.restart()
         except Exception:  # of a Dataset, whose code can raise any error, in a step, a new episode or a validation
-            trainer.last.save(run.hub, run.store, watch.note)
+            run.save_kept()
             raise
 
 
@@ -557,8 +556,7 @@ class Trainer(Observer):
     ) -> None:
         self.cohorts, self.policy, self.config = cohorts, policy, config
         self.hub = hub or Hub()
-        self.store: Checkpoints | None = None  # without it no checkpoint is written
-        self.last = LastWholeStep()
+        self.run: RunFolder | None = None  # without it no checkpoint is written
         self.started = time.perf_counter()  # start of the run, as if it had never been interrupted [seconds]
         self.round_begun = self.started  # [seconds]
         group = config.reward.group_size if config.reward.relative_to == "group" else None
@@ -741,7 +739,8 @@ class Trainer(Observer):
 
     def save(self, best: bool = False) -> None:
         """Write a checkpoint, unless no step was taken since the last. best: whether its validation score is the best so far."""
-        save_checkpoint(self.hub, self.store, self.steps, self.whole_state, best)
+        if self.run is not None:
+            self.run.save(self.steps, self.whole_state, best)
 
     def whole_state(self) -> dict[str, Any]:
         """Return the state of the run, without that of its hub; the tensors share memory."""
@@ -912,12 +911,12 @@ class Trainer(Observer):
         Several workers stop only between rounds, and write no checkpoint within a round. One that is alone and reads examples by
         batch also copies its state before each step.
         """
-        asked, store = interrupt.asked, self.store
-        if store is not None and self.exchange.size == 1:
-            if store.due(self.steps) or asked:
+        asked, run = interrupt.asked, self.run
+        if run is not None and run.store is not None and self.exchange.size == 1:
+            if run.store.due(self.steps) or asked:
                 self.save()
             if self.cohorts[self._unfinished].engine.population.waits is not None:
-                self.last.take(self.hub, self.steps, self.whole_state())
+                run.keep(self.steps, self.whole_state())
         return asked
 
     def _exchanged(self, results: Mapping[int, Any]) -> dict[int, Any]:

@@ -52,6 +52,7 @@ _OWN = re.compile(
 _ASIDE = re.compile(r"\.(.+)\.(new|old)")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NAMED = 3  # largest number of files that a message names
+_LEFT_OUT = "interrupted again: the last whole step is saved; another Ctrl-C leaves that out"
 
 
 class Contents(NamedTuple):
@@ -219,7 +220,8 @@ class RunFolder:
             kept.append(JsonLines(path / files.EVENTS, self.retry, note))
         self.hub = Hub([*kept, *others], config.telemetry.level, raise_steps=config.telemetry.raise_steps)
         self.lock = Lock(path, note) if path is not None else None
-        self.store: Checkpoints | None = None
+        self.store: Checkpoints | None = None  # without it no checkpoint is written
+        self._copy, self._copied = StateCopy(), -1  # the state that `keep` copied, and the steps after which
         self.found: Checkpoint | None = None
         self.mark: Mark | None = None  # position in the events at the checkpoint that was found
         self.origin = {} if path is None else origin_of(tasks, config.controller)
@@ -330,14 +332,57 @@ class RunFolder:
         row = self.row(summary["status"])
         if self.store is not None and not at_once:
             self.store.join()
-        if self.store is not None:
-            emit_checkpoints(self.hub, self.store)
+        self._emit_checkpoints()
         if "error" in summary:
             row.error = f"{summary['error']['type']}: {summary['error']['message']}"
         self.hub.emit(row)
         self.hub.flush()
         if self.path is not None:
             self._write(self.path / files.SUMMARY, files.to_json(summary))
+
+    def save(self, steps: int, state: Callable[[], Mapping[str, Any]], best: bool = False) -> None:
+        """Begin a checkpoint of a state and of the events, unless no step was taken since the last.
+
+        best: whether its validation score is the best so far.
+        """
+        if self.store is None or steps == self.store.last:
+            return
+        self.store.join()
+        self._emit_checkpoints()
+        self.hub.flush()
+        self.store.begin(steps, {**self.hub.state(), **state()}, best)
+
+    def keep(self, steps: int, state: Mapping[str, Any]) -> None:
+        """Copy the state before a step, in place of the copy before, for a run that reads by batch: the step may fail there."""
+        self._copied = -1  # an interrupt may end the copying
+        self._copy.take({**self.hub.state(), **state})
+        self._copied = steps
+
+    def save_kept(
+        self,
+        note: Callable[[str], None] | None = None,
+        whole: Callable[[dict[str, Any]], None] = lambda state: None,
+    ) -> None:
+        """Write what was kept as a checkpoint, if it is newer than the last one.
+
+        note: is told before, after a second signal. whole: completes the copy by what is kept elsewhere.
+        """
+        if self.store is None or self._copied <= self.store.last:
+            return
+        if note is not None:
+            note(_LEFT_OUT)
+        try:
+            self.hub.flush()
+            state = self._copy.tree()
+            whole(state)
+            self.store.write(self._copied, state)
+        except Exception as error:  # the error that ended the step is raised again, and not this one
+            (note or self.note)(f"no checkpoint could be written after a step failed: {error}")
+
+    def _emit_checkpoints(self) -> None:
+        """Emit a row for each checkpoint that was completed since the last call."""
+        while self.store is not None and self.store.written:
+            self.hub.emit(CheckpointRow(**self.store.written.popleft()))
 
     def row(self, status: Any) -> RunRow:
         """Return a row of the run, once it has begun."""
@@ -386,66 +431,3 @@ class RunFolder:
 
     def _write(self, path: Path, content: str) -> None:
         self.retry(path, lambda: write_atomic(path, content))
-
-
-def emit_checkpoints(hub: Hub, store: Checkpoints) -> None:
-    """Emit a row for each checkpoint that was completed since the last call."""
-    while store.written:
-        hub.emit(CheckpointRow(**store.written.popleft()))
-
-
-def save_checkpoint(
-    hub: Hub, store: Checkpoints | None, steps: int, state: Callable[[], Mapping[str, Any]], best: bool = False
-) -> None:
-    """Begin a checkpoint of a state and of the hub, unless there is no store, or no step was taken since the last.
-
-    best: whether its validation score is the best so far.
-    """
-    if store is None or steps == store.last:
-        return
-    store.join()
-    emit_checkpoints(hub, store)
-    hub.flush()
-    store.begin(steps, {**hub.state(), **state()}, best)
-
-
-LEFT_OUT = "interrupted again: the last whole step is saved; another Ctrl-C leaves that out"
-"""What a run says before it saves its last whole step after a second signal."""
-
-
-class LastWholeStep:
-    """Keeps a copy of the state before each step, for a run that reads examples by batch: reading may fail within a step."""
-
-    def __init__(self) -> None:
-        self._copy = StateCopy()
-        self._steps: int | None = None  # steps after which the copy was taken; None where there is none
-
-    def take(self, hub: Hub, steps: int, state: Mapping[str, Any]) -> None:
-        """Copy the state of the hub and of the run after some steps, in place of the copy before."""
-        self._steps = None  # an interrupt may end the copying
-        self._copy.take({**hub.state(), **state})
-        self._steps = steps
-
-    def save(
-        self,
-        hub: Hub,
-        store: Checkpoints | None,
-        note: Callable[[str], None],
-        word: str = "",
-        whole: Callable[[dict[str, Any]], None] = lambda state: None,
-    ) -> None:
-        """Write the copy as a checkpoint if it is newer than the last one: tell `note` a word on it before, and if it fails.
-
-        whole: completes the copy by what is kept elsewhere.
-        """
-        if store is None or self._steps is None or self._steps <= store.last:
-            return
-        if word:
-            note(word)
-        try:
-            hub.flush()
-            state = self._copy.tree()
-            whole(state)
-            store.write(self._steps, state)
-        except Exception as error:  # the error that ended the step is raised again, and not this one
-            note(f"no checkpoint could be written after a step failed: {error}")
