@@ -21,8 +21,6 @@ from esper.store.files import MODELS, check_links, is_run
 from esper.tasks.catalog import get_task
 
 Topology = dict[str, Any]
-OWN_HOST = "its host is code of your own, which a run folder may not start"
-"""Why a network whose host is not known by name has no program without the task."""
 _LARGEST_COPIED = 2**32  # bytes of weights of a network whose host is unknown
 _LARGEST_INPUT = 2**26  # numbers in the example with which a program is traced
 
@@ -75,9 +73,7 @@ def export_networks(
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
             new, old = Path(scratch) / "new", Path(scratch) / "old"
             for name, path in sources.items():
-                reason = _write(path, new / name, topologies[name], None if task is None else task.host)
-                if reason == OWN_HOST:
-                    reason += f"; {mend}, or read the network with esper.load(folder, host=...)"
+                reason = _write(path, new / name, topologies[name], None if task is None else task.host, mend)
                 if reason is not None:
                     note(f"{target / name} has no {export.PROGRAM}: {reason}")
             if target.exists():
@@ -91,7 +87,9 @@ def export_networks(
     return topologies
 
 
-def _write(source: Path, folder: Path, topology: Topology, host: Callable[[], nn.Module] | None) -> str | None:
+def _write(
+    source: Path, folder: Path, topology: Topology, host: Callable[[], nn.Module] | None, mend: str
+) -> str | None:
     """Write one network. Returns why it has no program; None if it has one."""
     if topology["host"] is None and host is None:
         export.check_size(source, topology["parameters"])
@@ -105,7 +103,8 @@ def _write(source: Path, folder: Path, topology: Topology, host: Callable[[], nn
         files = {name: (source / name).read_bytes() for name in (export.MODEL, export.TOPOLOGY)}
         folder.parent.mkdir(parents=True, exist_ok=True)
         write_folder(folder, {**files, SUMS: sums_of(files)})
-        return OWN_HOST
+        why = "its host is code of your own, which a run folder may not start"
+        return f"{why}; {mend}, or read the network with esper.load(folder, host=...)"
     network = load(source, host if topology["host"] is None else None)
     topology["parameters"] = count(network)
     failure = export.save_network(folder, network, topology, export.example_of(source, topology, _LARGEST_INPUT))
