@@ -104,10 +104,9 @@ class Runner:
         watch: Callable[[str], None] = unheard,
         pool: WorkerPool | None = None,
         tasks: Sequence[AnyTask] = (),
-        stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Let the workers of a pool, which have the `tasks`, compute parts. `play` raises Stop there once `stop` returns True."""
-        self.folder, self.watch, self.pool, self._stop = folder, watch, pool, stop
+        """Let the workers of a pool, which have the `tasks`, compute parts."""
+        self.folder, self.watch, self.pool = folder, watch, pool
         self.pace: Pace | None = None  # counts what was computed
         self._data: dict[int, tuple[AnyTask, Mapping[str, str]]] = {}  # tasks and their fingerprints, by id
         self._places = {id(task): place for place, task in enumerate(tasks)}
@@ -151,7 +150,7 @@ class Runner:
             for part in (parts[place] for place in missing):
                 content = pickled((part.config, part.compute), f"the controller {part.who[0]!r}")
                 given.append({"task": self._places[id(part.task)], "content": np.frombuffer(content, np.uint8)})
-            self.pool.play(given, self._stop, returned)
+            self.pool.play(given, returned)
         return [found[place] for place in range(len(parts))]
 
     def _stored(self, part: EvaluationPart) -> Arrays | None:
@@ -236,7 +235,7 @@ def hired(
             )
             stack.callback(pool.close)
             begun = True
-            yield Runner(folder, watch, pool, every, lambda: interrupt.asked)
+            yield Runner(folder, watch, pool, every)
         except (KeyboardInterrupt, Stop):
             said = f"interrupted{'' if begun else ' while the workers were started'}; {again}"
             watch(said)

@@ -161,18 +161,16 @@ class WorkerPool(Workers):
     def play(
         self,
         parts: Sequence[Tree],
-        asked: Callable[[], bool] = lambda: False,
         done: Callable[[int, dict[str, Any]], None] = lambda place, result: None,
     ) -> list[dict[str, Any]]:
         """Return the results of parts, in their order; the part of a worker that is lost is played again.
 
-        `done` is called with the place of a part and its result as soon as there is one. Raises Stop once `asked` says
-        so.
+        `done` is called with the place of a part and its result as soon as there is one. Raises Stop once `asked`.
         """
         results, left = dict[int, Any](), deque(range(len(parts)))
         busy, tries, failures = dict[int, int](), [0] * len(parts), Counter[int]()
         while len(results) < len(parts):
-            if asked():
+            if self._asked():
                 self.transport.close()
                 raise Stop
             for worker in sorted(self._idle)[: len(left)]:
