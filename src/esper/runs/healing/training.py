@@ -98,14 +98,25 @@ def examples_of(data: Any) -> HealingExamples:
         if missing := {"x", "y"} - set(found):
             raise InputError(f"data has no {' and no '.join(sorted(missing))}; give arrays named x and y")
         found = (found["x"], found["y"])
-    if isinstance(found, HealingExamples) or (isinstance(found, tuple) and len(found) == 2):
-        examples = HealingExamples(
-            *(pytree.tree_map(partial(_tensor, what), tree) for what, tree in zip("xy", found, strict=True))
-        )
-    elif isinstance(found, Iterable):
-        examples = _joined(list(found))
-    else:
-        raise InputError(f"data is {kind_of(data)}; give (x, y), batches of them, or a .npz, .pt or .safetensors file")
+    batches: list[Any] = [found]  # (x, y) are one batch
+    if not isinstance(found, HealingExamples) and not (isinstance(found, tuple) and len(found) == 2):
+        if not isinstance(found, Iterable):
+            raise InputError(
+                f"data is {kind_of(data)}; give (x, y), batches of them, or a .npz, .pt or .safetensors file"
+            )
+        check_pairs(batches := list(found), "data")
+    trees = [
+        [pytree.tree_map(partial(_tensor, what), part) for what, part in zip("xy", pair, strict=True)]
+        for pair in batches
+    ]
+    leaves, structures = zip(*map(pytree.tree_flatten, trees), strict=True)
+    shapes = [[leaf.shape[1:] if isinstance(leaf, Tensor) else None for leaf in own] for own in leaves]
+    for number, each in enumerate(zip(shapes, structures, strict=True)):
+        if each != (shapes[0], structures[0]):
+            raise InputError(f"batch {number} of data has examples of another shape than batch 0; give all one shape")
+    columns = zip(*leaves, strict=True)
+    whole = [torch.cat(each) if len(each) > 1 and isinstance(each[0], Tensor) else each[0] for each in columns]
+    examples = HealingExamples(*pytree.tree_unflatten(whole, structures[0]))
     named = [
         (what, what + pytree.keystr(path), leaf)
         for what, tree in (("x", examples.x), ("y", examples.y))
@@ -141,22 +152,6 @@ def _content(path: Path) -> Any:
             case ".safetensors":
                 return load_file(path)
     raise InputError(f"{path} ends in {path.suffix!r}; give a .npz, .pt or .safetensors file with x and y")
-
-
-def _joined(batches: list[Any]) -> HealingExamples:
-    """Join batches of one structure."""
-    check_pairs(batches, "data")
-    trees = [
-        [pytree.tree_map(partial(_tensor, what), tree) for what, tree in zip("xy", pair, strict=True)]
-        for pair in batches
-    ]
-    leaves, structures = zip(*map(pytree.tree_flatten, trees), strict=True)
-    shapes = [[leaf.shape[1:] if isinstance(leaf, Tensor) else None for leaf in own] for own in leaves]
-    for number, each in enumerate(zip(shapes, structures, strict=True)):
-        if each != (shapes[0], structures[0]):
-            raise InputError(f"batch {number} of data has examples of another shape than batch 0; give all one shape")
-    whole = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in zip(*leaves, strict=True)]
-    return HealingExamples(*pytree.tree_unflatten(whole, structures[0]))
 
 
 def _tensor(what: str, value: Any) -> Any:
