@@ -16,9 +16,8 @@ from esper.cli import main
 from esper.leyline.data.task import Split
 from esper.leyline.errors import InputError
 from esper.runs.evaluation.contenders import named
-from esper.runs.evaluation.evaluation import default_folder, evaluation_folder, hired
+from esper.runs.evaluation.evaluation import Rivals, default_folder, evaluation_folder, run_evaluation
 from esper.runs.folder.interrupt import ended_by_signals
-from esper.runs.workers.workers import ALONE
 from esper.store.lock import Lock
 from populations import blobs
 
@@ -138,10 +137,14 @@ def test_a_signal_ends_an_evaluation_in_order_unless_the_program_handles_it(numb
 
 
 def test_an_evaluation_that_is_interrupted_says_how_it_goes_on():
+    class Leaving(Rivals):
+        def grow(self, at, design, runner):
+            raise KeyboardInterrupt
+
     said = []
-    with pytest.raises(KeyboardInterrupt), hired(ALONE, [], {}, [], None, said.append):
-        raise KeyboardInterrupt
-    assert said == [
+    with pytest.raises(KeyboardInterrupt):
+        run_evaluation([], [blobs()], settings=[SHORT], rivals=Leaving(), watch=said.append)
+    assert said[1:] == [
         "interrupted; what was grown is stored where there is a folder, and the same command goes on from it"
     ]
 

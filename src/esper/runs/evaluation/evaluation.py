@@ -192,56 +192,6 @@ References = Sequence[tuple[AnyTask, Callable[[], AnyTask]]]
 """The tasks of references, each with the function that makes it."""
 
 
-def evaluation_work(
-    asked: WorkerOptions, tasks: Sequence[AnyTask], references: References
-) -> Callable[[str | None], EvaluationPlayer]:
-    """Return what makes the player of a worker, from its device. Raises InputError if a task cannot be sent to workers."""
-    every = [*((task, asked.maker(task.name)) for task in tasks), *references]
-    return partial(EvaluationPlayer, [sent(task, find, sealed=False) for task, find in every])
-
-
-@contextmanager
-def hired(
-    asked: WorkerOptions,
-    tasks: Sequence[AnyTask],
-    references: References,
-    contenders: Sequence[Contender],
-    folder: Path | None,
-    watch: Callable[[str], None],
-) -> Iterator[Runner]:
-    """Start the workers that were asked for, if any, and end them afterwards."""
-    again = "what was grown is stored where there is a folder, and the same command goes on from it"
-    every = [*tasks, *(task for task, _ in references)]
-    interrupt = Interrupt()  # torchrun ends all ranks if one is lost, and rank 0 is to say so first
-    with ExitStack() as stack:
-        begun = not asked.any
-        try:
-            if begun:
-                yield Runner(folder, watch)
-                return
-            for contender in contenders:
-                pickled(contender, f"the controller {contender.name!r}")
-            if asked.cluster == "torchrun":
-                stack.enter_context(interrupt)
-            pool = start_workers(
-                WorkerPool,
-                asked,
-                evaluation_work(asked, tasks, references),
-                watch,
-                shared_facts(every),
-                mend=f"give fewer workers; {again}",
-                again=again,
-                stop=lambda: interrupt.asked,
-            )
-            stack.callback(pool.close)
-            begun = True
-            yield Runner(folder, watch, pool, every)
-        except (KeyboardInterrupt, Stop):
-            said = f"interrupted{'' if begun else ' while the workers were started'}; {again}"
-            watch(said)
-            raise KeyboardInterrupt(said) from None
-
-
 class Design(NamedTuple):
     """Holds the task, instances, seeds and settings that contenders share, and names their populations."""
 
@@ -490,28 +440,58 @@ def run_evaluation(
             f"workers is {workers.size}, but the evaluation has {counted(most, 'population')} to grow, each by one worker; give "
             f"{most} or fewer, or more instances or seeds"
         )
-    if workers.is_rank:
-        return serve_rank(evaluation_work(workers, tasks, entered.references), workers.devices or (None,))
-    with hired(workers, tasks, entered.references, [*rules, *ours], folder, watch) as runner:
-        if folder is not None:
-            with system_in_words(f"cannot keep figures in {folder}", "name another folder"):
-                folder.mkdir(parents=True, exist_ok=True)
-        networks = (sum(grown) + len(static) * len(tasks)) * instances * seeds
-        more = f", and {entered.searched:,} in searches on training instances" if entered.searched else ""
-        watch(f"{counted(networks, 'network')} to grow on {counted(len(tasks), 'task')}, with static networks{more}")
-        for line in entered.lines:
-            watch(line)
-        runner.pace = Pace(networks + entered.searched, "networks", watch)
-        sized_by = ours[0].name if ours else RULES[2]
-        evaluations, facts = [], []
-        for at, design in enumerate(designs):
-            entry = rivals.grow(at, design, runner)
-            contenders = [*rules, *entry.rules, *ours]
-            evaluations.append(
-                compared(design, runner, contenders, len(contenders) - len(ours), entry, static, sized_by)
+    goes_on = "what was grown is stored where there is a folder, and the same command goes on from it"
+    every = [*((task, workers.maker(task.name)) for task in tasks), *entered.references]
+    interrupt, begun = Interrupt(), not workers.any
+    with ExitStack() as stack:
+        try:
+            pool = None
+            if workers.any:
+                for contender in () if workers.is_rank else (*rules, *ours):
+                    pickled(contender, f"the controller {contender.name!r}")
+                work = partial(EvaluationPlayer, [sent(task, make, sealed=False) for task, make in every])
+                if workers.is_rank:
+                    return serve_rank(work, workers.devices or (None,))
+                if workers.cluster == "torchrun":  # which ends all ranks if one is lost, and rank 0 is to say so first
+                    stack.enter_context(interrupt)
+                pool = start_workers(
+                    WorkerPool,
+                    workers,
+                    work,
+                    watch,
+                    shared_facts([task for task, _ in every]),
+                    mend=f"give fewer workers; {goes_on}",
+                    again=goes_on,
+                    stop=lambda: interrupt.asked,
+                )
+                stack.callback(pool.close)
+                begun = True
+            runner = Runner(folder, watch, pool, [task for task, _ in every])
+            if folder is not None:
+                with system_in_words(f"cannot keep figures in {folder}", "name another folder"):
+                    folder.mkdir(parents=True, exist_ok=True)
+            networks = (sum(grown) + len(static) * len(tasks)) * instances * seeds
+            more = f", and {entered.searched:,} in searches on training instances" if entered.searched else ""
+            shown = (
+                f"{counted(networks, 'network')} to grow on {counted(len(tasks), 'task')}, with static networks{more}"
             )
-            facts.append(entry.facts)
-        waited = runner.summary()
+            for line in (shown, *entered.lines):
+                watch(line)
+            runner.pace = Pace(networks + entered.searched, "networks", watch)
+            sized_by = ours[0].name if ours else RULES[2]
+            evaluations, facts = [], []
+            for at, design in enumerate(designs):
+                entry = rivals.grow(at, design, runner)
+                contenders = [*rules, *entry.rules, *ours]
+                evaluations.append(
+                    compared(design, runner, contenders, len(contenders) - len(ours), entry, static, sized_by)
+                )
+                facts.append(entry.facts)
+            waited = runner.summary()
+        except (KeyboardInterrupt, Stop):
+            said = f"interrupted{'' if begun else ' while the workers were started'}; {goes_on}"
+            watch(said)
+            raise KeyboardInterrupt(said) from None
     rows = [contender.group or contender.name for contender in controllers]
     config = build_config(tasks[0].defaults, *settings)
     return {
