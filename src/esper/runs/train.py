@@ -69,6 +69,9 @@ SHOWN = ("return", "explained_variance", "entropy", "wait", "decisions", "kept",
 """The figures of `last_rounds`."""
 
 
+# The populations, and what they and their workers need.
+
+
 @dataclass(eq=False)
 class Cohort:
     """Holds the populations of a task, or of one shard of its environments."""
@@ -290,6 +293,9 @@ def name_of_place(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
+# The run.
+
+
 def train(
     tasks: Sequence[AnyTask],
     configs: Sequence[Config],
@@ -451,6 +457,9 @@ def _rounds(trainer: "Trainer", peers: Peers | None, run: RunFolder, interrupt: 
         except Exception:  # of a Dataset, whose code can raise any error, in a step, a new episode or a validation
             run.save_kept()
             raise
+
+
+# The rounds.
 
 
 @dataclass
