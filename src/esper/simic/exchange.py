@@ -136,9 +136,10 @@ class Exchange:
         """Return the content that each worker gives, by rank."""
         if self._group is None:
             return [content]
-        sizes = self._sizes(content)
+        table = self.table({self.rank: np.array([len(content)], np.float64)}, self.size)
+        sizes = [int(size) for size in table[:, 0]]
         own = torch.zeros(max(sizes), dtype=torch.uint8)
-        own[: len(content)] = _tensor(content)
+        own[: len(content)] = torch.from_numpy(np.frombuffer(content, np.uint8).copy())
         found = [torch.empty_like(own) for _ in sizes]
         with _lost():
             self._group.allgather([found], [own]).wait()
@@ -152,10 +153,6 @@ class Exchange:
 
     def _owner(self, shard: int) -> int:
         return self._owners[shard] if self._group is not None else 0
-
-    def _sizes(self, content: bytes) -> list[int]:
-        table = self.table({self.rank: np.array([len(content)], np.float64)}, self.size)
-        return [int(size) for size in table[:, 0]]
 
     def _subtree(self, parts: Mapping[int, Tensor], shards: Sequence[int], length: int) -> Tensor | None:
         """Return the sum over shards in the worker of the first of them, and None in the others.
@@ -203,10 +200,6 @@ def divide(shards: Sequence[int], size: int) -> list[int]:
     for place, shard in enumerate(order):
         owners[shard] = place * size // len(order)
     return owners
-
-
-def _tensor(content: bytes) -> Tensor:
-    return torch.from_numpy(np.frombuffer(content, np.uint8).copy())
 
 
 @contextmanager
