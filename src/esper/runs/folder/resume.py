@@ -14,8 +14,8 @@ from esper.leyline.protocols import Reward
 from esper.leyline.reference import PAID_BY, own_code, resume_command
 from esper.simic.rewards import get_reward, load_reward
 from esper.store.changes import record_change
-from esper.store.checkpoint import Checkpoint, Checkpoints
-from esper.store.disk import Retry, read_kept, write_atomic
+from esper.store.checkpoint import Checkpoint
+from esper.store.disk import read_kept, write_atomic
 from esper.store.files import CONFIG, MARK, SUMMARY, check_links, is_run
 
 PAID = "ppo"
@@ -133,22 +133,6 @@ def finished(folder: Path) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None  # the run continues from its checkpoint and writes the summary again
     return summary if isinstance(summary, dict) and summary.get("status") == "finished" else None
-
-
-def take_up(
-    folder: Path, config: Config, before: Config | None, note: Callable[[str], None], retry: Retry
-) -> tuple[Checkpoints, Checkpoint | None]:
-    """Return the checkpoints of a run, and the one to continue from; None if there is none. before: as in `Opening`."""
-    if read_config(folder) != (config if before is None else before):
-        raise InputError(
-            f"{folder / CONFIG} differs from the config of this run; resume the run with the config that the file holds"
-        )
-    store = Checkpoints(folder, config.checkpoint, retry)
-    found = store.read(note)
-    if found is None and before is not None and finished(folder) is not None:
-        raise InputError(f"{folder} holds a finished run and no checkpoint from which it could go on; start a new run")
-    note(f"going on after step {found.number}" if found else "no complete checkpoint: starting again from config.yaml")
-    return store, found
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from esper.nissa.recovery import Mark, resume_events
 from esper.nissa.rows import CheckpointRow, EnvironmentRow, RunRow
 from esper.runs.folder.environment import CODE, DATA, VERSIONS, compare_origin, origin_of
 from esper.runs.folder.interrupt import Interrupt
-from esper.runs.folder.resume import NEW, PAID, Opening, change_config, fitting, take_up
+from esper.runs.folder.resume import NEW, PAID, Opening, change_config, finished, fitting, read_config
 from esper.store import files
 from esper.store.changes import read_trail, record_origin
 from esper.store.checkpoint import Checkpoint, Checkpoints
@@ -268,7 +268,16 @@ class RunFolder:
         if files.is_run(path) if opening.resume else path.is_dir():
             self.retry(lock.path, lock.take)
         if opening.resume:
-            self.store, self.found = take_up(path, self.config, opening.before, self.note, self.retry)
+            if read_config(path) != (opening.before or self.config):
+                mend = "resume the run with the config that the file holds"
+                raise InputError(f"{path / files.CONFIG} differs from the config of this run; {mend}")
+            self.store = Checkpoints(path, self.config.checkpoint, self.retry)
+            self.found = found = self.store.read(self.note)
+            if found is None and opening.before is not None and finished(path) is not None:
+                lacks = "no checkpoint from which it could go on"
+                raise InputError(f"{path} holds a finished run and {lacks}; start a new run")
+            anew = "no complete checkpoint: starting again from config.yaml"
+            self.note(f"going on after step {found.number}" if found else anew)
             if self.found is not None or (path / files.ENVIRONMENT).exists():
                 self.differs = compare_origin(path, self.origin, opening.other_data)
         if self.found is not None:
