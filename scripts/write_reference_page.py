@@ -101,6 +101,8 @@ def members(name: str, cls: type) -> list[str]:
                 continue
             seen.add(own)
             if isinstance(node, ast.AnnAssign) and base is cls:
+                if isinstance(node.value, ast.Constant) and "ClassVar" in ast.unparse(node.annotation):
+                    continue  # what Esper calls the class, in files and in messages
                 _, _, comment = lines[(node.end_lineno or 1) - 1].partition("  # ")
                 fields.append(f"- `{own}` ({ast.unparse(node.annotation)})" + (f": {comment}" if comment else ""))
             elif isinstance(node, Function):

@@ -52,8 +52,10 @@ from esper.leyline.data.task import Lengths as Lengths
 # Hosts and blueprints
 from esper.tasks.hosts.factories import mlp as mlp
 from esper.tasks.hosts.factories import cnn as cnn
-from esper.tasks.hosts.factories import transformer as transformer
-from esper.tasks.hosts.factories import gru as gru
+from esper.tasks.hosts.sequential import GRU, Transformer
+
+transformer = Transformer
+gru = GRU
 from esper.kasmina.host import SegmentedHost as SegmentedHost
 from esper.leyline.lifecycle.slots import SlotSpec as SlotSpec
 from esper.leyline.lifecycle.streams import Kind as Kind

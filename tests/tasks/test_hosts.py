@@ -182,9 +182,9 @@ def test_every_host_is_listed_under_its_name() -> None:
         ({"width": 0}, "width of an MLP host is 0; give a whole number from 1 on"),
         ({"inputs": 2.5}, "inputs of an MLP host is 2.5; give a whole number from 1 on"),
         ({"outputs": True}, "outputs of an MLP host is True; give a whole number from 1 on"),
-        ({"hidden": (3, -1)}, "hidden[1] of an MLP host is -1; give a whole number from 1 on"),
+        ({"hidden": (3, -1)}, "hidden of an MLP host is (3, -1); give whole numbers from 1 on, as (8, 16)"),
         ({"hidden": ()}, "hidden of an MLP host is (); give the inner widths of its blocks, as (4, 12)"),
-        ({"hidden": 3}, "hidden of an MLP host is 3; give the inner widths of its blocks, as (4, 12)"),
+        ({"hidden": 3}, "hidden of an MLP host is 3; give whole numbers from 1 on, as (8, 16)"),
     ],
 )
 def test_a_size_that_is_none_is_refused(changes: dict[str, Any], sentence: str) -> None:

@@ -24,7 +24,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.streams import Kind
-from esper.tasks.hosts.factories import GRU, SEQUENCE_MENU, Transformer, gru, host_from, menu_of, transformer
+from esper.tasks.hosts.factories import GRU, SEQUENCE_MENU, Transformer, host_from, menu_of
 from esper.tasks.hosts.sequential import TransformerBlock
 from esper.tasks.objectives import Classification
 from esper.tolaria.engine import VectorizedEngine
@@ -209,9 +209,9 @@ def test_seeds_on_a_host_for_tokens_are_grown_saved_and_loaded(factory, tmp_path
 
 
 def test_one_line_makes_a_host_for_tokens():
-    assert transformer(256) == Transformer(256, 64, 2, 4, 128)
-    assert gru(256, 32) == GRU(256, 32, 1)
-    for host in (transformer(11, 8, 1, heads=2, length=9), gru(11, 8)):
+    assert esper.transformer(256) == Transformer(256, 64, 2, 4, 128, "learned")
+    assert esper.gru(256, 32) == GRU(256, 32, 1)
+    for host in (esper.transformer(11, 8, 1, heads=2, length=9), esper.gru(11, 8)):
         check_host(host(), tokens(3, 9), 11, y=tokens(3, 9), objective=Classification(11))
 
 
@@ -219,19 +219,19 @@ def test_one_line_makes_a_host_for_tokens():
     ("make", "reason"),
     [
         (
-            lambda: transformer(256, 30),
+            lambda: esper.transformer(256, 30),
             "width of a transformer host is 30 and heads is 4; give a width that is a multiple",
         ),
-        (lambda: transformer(0), "vocabulary of a transformer host is 0; give a whole number from 1 on"),
+        (lambda: esper.transformer(0), "vocabulary of a transformer host is 0; give a whole number from 1 on"),
         (
-            lambda: transformer(9, positions="sine"),
+            lambda: esper.transformer(9, positions="sine"),
             "positions of a transformer host is 'sine'; give 'learned' or 'rotary'",
         ),
         (
-            lambda: transformer(9, 12, heads=4, positions="rotary"),
+            lambda: esper.transformer(9, 12, heads=4, positions="rotary"),
             "width of a transformer host is 12 and heads is 4, so a head has 3 features, but rotary positions turn pairs",
         ),
-        (lambda: gru(256, 8, 1.5), "layers of a GRU host is 1.5; give a whole number from 1 on"),
+        (lambda: esper.gru(256, 8, 1.5), "layers of a GRU host is 1.5; give a whole number from 1 on"),
     ],
 )
 def test_sizes_that_make_no_host_are_refused(make, reason):

@@ -1,7 +1,7 @@
 """Build hosts whose blocks have a skip connection or none, for vectors and for images: what the tasks `heal` damage."""
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.slots import SlotSpec
 from esper.leyline.lifecycle.streams import Kind
 from esper.tasks.hosts.factories import HOSTS
-from esper.tasks.hosts.feedforward import MLP, SCALE, check_sizes, checked_flags, checked_sizes, conv, linear, smallest
+from esper.tasks.hosts.feedforward import MLP, SCALE, HostFactory, checked_flags, conv, linear
 
 
 class Bridged(nn.Sequential):
@@ -100,7 +100,7 @@ class BridgedMLP:
 
 
 @dataclass(frozen=True)
-class BridgedCNN:
+class BridgedCNN(HostFactory):
     """Makes convolutional networks (B, C, H, W) -> (B, outputs) of one resolution, with and without skip connections.
 
         segment 0:      Conv 3x3 (C -> width), MaxPool 2                                               then slot "embed"
@@ -117,6 +117,7 @@ class BridgedCNN:
     """
 
     name: ClassVar[str] = "bridged-cnn"
+    called: ClassVar[str] = "a bridged CNN host"
 
     inputs: tuple[int, int, int]  # channels, height and width of an image
     width: int  # channels of the stream
@@ -126,18 +127,15 @@ class BridgedCNN:
     frozen: bool = False
 
     def __post_init__(self) -> None:
-        called = "a bridged CNN host"
-        for name in ("inputs", "hidden"):
-            object.__setattr__(self, name, checked_sizes(called, name, getattr(self, name)))
-        check_sizes(called, {"width": self.width, "outputs": self.outputs})
+        super().__post_init__()
         if len(self.inputs) != 3 or min(self.inputs[1:]) < 2:
             raise InputError(
-                f"inputs of {called} is {self.inputs!r}; give channels, height and width of an image of at least 2 x 2 pixels"
+                f"inputs of {self.called} is {self.inputs!r}; give channels, height and width of an image of 2 x 2 pixels or more"
             )
         if not self.hidden:
-            raise InputError(f"hidden of {called} is {self.hidden!r}; give at least one block")
-        object.__setattr__(self, "skips", checked_flags(called, "skips", self.skips, len(self.hidden)))
-        check_bool(called, "frozen", self.frozen)
+            raise InputError(f"hidden of {self.called} is {self.hidden!r}; give at least one block")
+        object.__setattr__(self, "skips", checked_flags(self.called, "skips", self.skips, len(self.hidden)))
+        check_bool(self.called, "frozen", self.frozen)
 
     def __call__(self) -> SegmentedHost:
         """A freshly drawn host."""
@@ -160,13 +158,10 @@ class BridgedCNN:
         host.requires_grad_(not self.frozen)
         return host
 
-    def plain(self, parameters: int) -> "BridgedCNN":
-        """The network of the same depth without skips and narrow blocks, of the smallest width with at least `parameters`."""
-        return self._even(smallest(self._even, parameters))
-
-    def _even(self, width: int) -> "BridgedCNN":
+    def _even(self, width: int) -> Self:
+        """The network of the same depth and of this width throughout, without skips."""
         blocks = len(self.hidden)
-        return BridgedCNN(self.inputs, width, (width,) * blocks, self.outputs, (False,) * blocks)
+        return replace(self, width=width, hidden=(width,) * blocks, skips=(False,) * blocks, frozen=False)
 
 
 def check_bool(of: str, name: str, value: Any) -> None:

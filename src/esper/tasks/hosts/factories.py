@@ -5,6 +5,7 @@ from dataclasses import MISSING, fields
 from typing import Any, get_args
 
 from esper.kasmina.host import SegmentedHost
+from esper.leyline.config.arguments import check_integer
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.streams import Kind
 from esper.leyline.plugins import TASKS, load_plugin, plugins
@@ -13,10 +14,8 @@ from esper.tasks.hosts.feedforward import MLP as MLP
 from esper.tasks.hosts.feedforward import DamagedMLP as DamagedMLP
 from esper.tasks.hosts.feedforward import ResidualCNN as ResidualCNN
 from esper.tasks.hosts.feedforward import ResidualMLP as ResidualMLP
-from esper.tasks.hosts.feedforward import check_sizes
 from esper.tasks.hosts.feedforward import room_for as room_for
 from esper.tasks.hosts.sequential import GRU as GRU
-from esper.tasks.hosts.sequential import Positions
 from esper.tasks.hosts.sequential import Transformer as Transformer
 
 # The default menus. None has a skip from the host's input, because such a seed would leave a controller nothing to decide.
@@ -45,7 +44,8 @@ def mlp(
     Raises InputError if a size is not a positive integer, or if both or neither of `classes` and `outputs` are given.
     """
     last = _outputs("esper.mlp", classes, outputs)
-    check_sizes("esper.mlp", {"inputs": inputs, "width": width, "blocks": blocks})
+    for name, size in (("inputs", inputs), ("width", width), ("blocks", blocks)):
+        check_integer(size, f"{name} of esper.mlp")
     return ResidualMLP(inputs, width, (width,) * blocks, last)
 
 
@@ -72,53 +72,9 @@ def cnn(
     where an image is too small to be halved in every block.
     """
     last = _outputs("esper.cnn", classes, outputs)
-    check_sizes("esper.cnn", {"width": width, "blocks": blocks})
+    for name, size in (("width", width), ("blocks", blocks)):
+        check_integer(size, f"{name} of esper.cnn")
     return ResidualCNN(inputs, tuple(width * 2**block for block in range(blocks)), last)
-
-
-def transformer(
-    vocabulary: int,
-    width: int = 64,
-    layers: int = 2,
-    *,
-    heads: int = 4,
-    length: int = 128,
-    positions: Positions = "learned",
-) -> Transformer:
-    """Return a host for tokens, in one line: esper.task("mine", x, y, host=esper.transformer(vocabulary=256), classes=256).
-
-    Returns a factory of decoder transformers, which predict the next token at every position: (B, L) int64 -> (B, L, vocabulary),
-    with a causal slot for sequences behind each layer. A layer is a residual network of causal attention and of one hidden layer
-    with four times the width, each behind a layer norm. The head shares the weights of the embedding.
-
-    vocabulary: number of tokens, which are whole numbers from 0 on.
-    width: features of every position, a multiple of `heads`.
-    layers: number of layers. The slots behind them are named "block0", "block1" and so on.
-    heads: heads of attention in each layer.
-    length: most positions of a sequence where they are learned.
-    positions: 'learned' adds a learned vector of each position to that of the token. 'rotary' rotates queries and keys by their
-    positions (Su et al., "RoFormer", 2021), which adds no parameters and has no longest sequence.
-
-    Raises InputError if a size is not a positive integer, the heads do not divide the width, or rotary positions meet heads
-    with an odd number of features.
-    """
-    return Transformer(vocabulary, width, layers, heads, length, positions)
-
-
-def gru(vocabulary: int, width: int = 64, layers: int = 1) -> GRU:
-    """Return a recurrent host for tokens, in one line: esper.task("mine", x, y, host=esper.gru(vocabulary=256), classes=256).
-
-    Returns a factory of gated recurrent networks, which predict the next token at every position: (B, L) int64 ->
-    (B, L, vocabulary), with a causal slot for sequences behind each layer. The networks of a population run one after the other,
-    so a transformer of as many parameters is faster where there are many.
-
-    vocabulary: number of tokens, which are whole numbers from 0 on.
-    width: features of every position.
-    layers: number of residual GRU layers. The slots behind them are named "block0", "block1" and so on.
-
-    Raises InputError if a size is not a positive integer.
-    """
-    return GRU(vocabulary, width, layers)
 
 
 def _outputs(of: str, classes: int | None, outputs: int | None) -> int:
@@ -128,7 +84,7 @@ def _outputs(of: str, classes: int | None, outputs: int | None) -> int:
             "outputs, the number of targets of a regression"
         )
     name, value = ("outputs", outputs) if classes is None else ("classes", classes)
-    check_sizes(of, {name: value})
+    check_integer(value, f"{name} of {of}")
     assert value is not None
     return value
 

@@ -3,9 +3,9 @@
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_args, get_origin
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from esper.kasmina.blueprints import count, drawn_with
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.stack import fused
 from esper.kasmina.stack.layers import Linear, PositionMean, Residual
+from esper.leyline.config.arguments import check_integer, is_number
 from esper.leyline.data.task import Room
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.slots import SlotSpec
@@ -21,18 +22,6 @@ from esper.leyline.lifecycle.streams import Kind
 
 SCALE = 0.5
 """Initial scale of the last layers of all residual blocks together, chosen on validation data (`esper docs hosts`)."""
-
-
-def is_size(value: Any) -> bool:
-    """Return whether a value is a positive integer."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def check_sizes(of: str, sizes: dict[str, Any]) -> None:
-    """Raise InputError for the first size that is not a positive integer. `of` names the host in the message."""
-    for name, size in sizes.items():
-        if not is_size(size):
-            raise InputError(f"{name} of {of} is {size!r}; give a whole number from 1 on")
 
 
 def linear(inputs: int, outputs: int, *, variance: float) -> Linear:
@@ -64,13 +53,6 @@ def smallest(build: Callable[[int], Callable[[], SegmentedHost]], parameters: in
     return bisect_left(range(high), parameters, lo=high // 2 + 1, key=size)
 
 
-def checked_sizes(of: str, name: str, sizes: Any) -> tuple[int, ...]:
-    """Return positive integers as a tuple. InputError if they are not; `of` names the host in the message."""
-    if not isinstance(sizes, list | tuple) or any(not is_size(size) for size in sizes):
-        raise InputError(f"{name} of {of} is {sizes!r}; give whole numbers from 1 on, as (8, 16)")
-    return tuple(sizes)  # JSON has no tuples
-
-
 def checked_flags(of: str, name: str, flags: Any, blocks: int) -> tuple[bool, ...]:
     """Return one bool for each block. InputError if they are not; `of` names the host in the message."""
     if not isinstance(flags, list | tuple) or len(flags) != blocks or not all(isinstance(flag, bool) for flag in flags):
@@ -89,6 +71,17 @@ class HostFactory(ABC):
 
     name: ClassVar[str]  # in files
     called: ClassVar[str]  # in messages
+
+    def __post_init__(self) -> None:
+        """Raise InputError if a size is not a positive integer, or a tuple of sizes does not hold these alone."""
+        for each in fields(self):
+            name, value = f"{each.name} of {self.called}", getattr(self, each.name)
+            if each.type is int:
+                check_integer(value, name)
+            elif get_origin(each.type) is tuple and int in get_args(each.type):
+                if not isinstance(value, list | tuple) or any(not is_number(size, int) or size < 1 for size in value):
+                    raise InputError(f"{name} is {value!r}; give whole numbers from 1 on, as (8, 16)")
+                object.__setattr__(self, each.name, tuple(value))  # JSON has no tuples
 
     @abstractmethod
     def __call__(self) -> SegmentedHost:
@@ -113,13 +106,9 @@ class _Dense(HostFactory):
     outputs: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.hidden, list | tuple) or not self.hidden:
-            raise InputError(
-                f"hidden of {self.called} is {self.hidden!r}; give the inner widths of its blocks, as (4, 12)"
-            )
-        object.__setattr__(self, "hidden", tuple(self.hidden))  # JSON has no tuples
-        sizes: dict[str, Any] = {"inputs": self.inputs, "width": self.width, "outputs": self.outputs}
-        check_sizes(self.called, sizes | {f"hidden[{k}]": size for k, size in enumerate(self.hidden)})
+        super().__post_init__()
+        if not self.hidden:
+            raise InputError(f"hidden of {self.called} is (); give the inner widths of its blocks, as (4, 12)")
 
     def __call__(self) -> SegmentedHost:
         blocks = [self._block(inner) for inner in self.hidden]
@@ -259,13 +248,11 @@ class _Convolutional(HostFactory):
     outputs: int
 
     def __post_init__(self) -> None:
-        for name in ("inputs", "channels"):
-            object.__setattr__(self, name, checked_sizes(self.called, name, getattr(self, name)))
+        super().__post_init__()
         if len(self.inputs) != 3:
             raise InputError(f"inputs of {self.called} is {self.inputs!r}; give channels, height and width of an image")
         if not self.channels:
             raise InputError(f"channels of {self.called} is {self.channels!r}; give at least one block")
-        check_sizes(self.called, {"outputs": self.outputs})
         if min(self.inputs[1:]) < 2 ** len(self.channels):
             raise InputError(
                 f"an image of {self.inputs[1]} x {self.inputs[2]} pixels cannot be halved in {len(self.channels)} blocks; "
@@ -311,7 +298,6 @@ class CNN(_Convolutional):
     hidden: tuple[int, ...] = ()  # inner channels of each block; an empty tuple leaves out the inner layers
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "hidden", checked_sizes(self.called, "hidden", self.hidden))
         super().__post_init__()
         if len(self.hidden) not in (0, len(self.channels)):
             raise InputError(

@@ -1,6 +1,6 @@
 """Build hosts for sequences of tokens: a decoder transformer, and a recurrent network."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self, get_args
 
 import torch
@@ -11,7 +11,7 @@ from esper.kasmina.stack.layers import CausalAttention, Embedding, Linear, Posit
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.slots import SlotSpec
 from esper.leyline.lifecycle.streams import Kind
-from esper.tasks.hosts.feedforward import HostFactory, check_sizes, linear
+from esper.tasks.hosts.feedforward import HostFactory, linear
 
 Positions = Literal["learned", "rotary"]
 """Where a transformer has the positions of its tokens: as learned vectors beside theirs, or in its attention."""
@@ -59,12 +59,9 @@ class TiedHead(nn.Module):
 class _Sequential(HostFactory):
     """Makes hosts for tokens: an embedding, layers with a slot behind each, and a last layer."""
 
-    vocabulary: int  # tokens are whole numbers from 0 to vocabulary - 1
-    width: int  # features of every position
-    layers: int
-
-    def __post_init__(self) -> None:
-        check_sizes(self.called, {each.name: getattr(self, each.name) for each in fields(self) if each.type is int})
+    vocabulary: int
+    width: int = 64
+    layers: int = 1
 
     def _even(self, width: int) -> Self:
         return replace(self, width=width)
@@ -78,24 +75,38 @@ class _Sequential(HostFactory):
 
 @dataclass(frozen=True)
 class Transformer(_Sequential):
-    """Makes decoder transformers, tokens (B, L) int64 -> logits (B, L, vocabulary), for L up to `length`.
+    """Makes hosts for tokens, in one line: esper.task("mine", x, y, host=esper.transformer(vocabulary=256), classes=256).
+
+    A call returns a decoder transformer, which predicts the next token at every position: (B, L) int64 -> (B, L, vocabulary).
+    Behind each layer is a causal slot for sequences.
 
         segment 0:      a learned vector of each token, and with learned positions + one of each position
         segment k + 1:  x + attention(norm(x)),  then x + Linear(ReLU(Linear(norm(x)))) with 4 width units    then slot "block<k>"
         last segment:   norm, and the product with the vectors of the tokens (tied to segment 0)
 
-    The logits at a position are those of the next token: no position sees a later one. With rotary positions the attention
-    rotates its queries and keys (`esper.kasmina.stack.layers.rotated`), and sequences may be longer than `length`.
+    No position sees a later one. The standard deviation of initial weights is divided by sqrt(2 layers) in layers that return to
+    the stream, and is .02 for the vectors of tokens and positions.
 
-    The standard deviation is divided by sqrt(2 layers) in layers that return to the stream, and is .02 for the vectors of tokens
-    and positions.
+    Raises InputError if a size is not a positive integer, the heads do not divide the width, or rotary positions meet heads
+    with an odd number of features.
+
+    Attributes:
+        vocabulary (int): number of tokens, which are whole numbers from 0 on
+        width (int): features of every position, a multiple of `heads`; 64 by default
+        layers (int): number of layers, whose slots are named "block0", "block1" and so on; 2 by default
+        heads (int): heads of attention in each layer; 4 by default
+        length (int): most positions of a sequence where they are learned; 128 by default
+        positions ('learned' or 'rotary'): 'learned', the default, adds a learned vector of each position to that of the token.
+            'rotary' rotates queries and keys by their positions (Su et al., "RoFormer", 2021), which adds no parameters and has
+            no longest sequence
     """
 
     name: ClassVar[str] = "transformer"
     called: ClassVar[str] = "a transformer host"
 
-    heads: int
-    length: int  # most positions
+    layers: int = 2
+    heads: int = 4
+    length: int = 128
     positions: Positions = "learned"
 
     def __post_init__(self) -> None:
@@ -142,14 +153,23 @@ class GRULayer(nn.Module):
 
 @dataclass(frozen=True)
 class GRU(_Sequential):
-    """Makes gated recurrent networks (Cho et al., 2014), tokens (B, L) int64 -> logits (B, L, vocabulary).
+    """Makes recurrent hosts for tokens, in one line: esper.task("mine", x, y, host=esper.gru(vocabulary=256), classes=256).
+
+    A call returns a gated recurrent network (Cho et al., 2014), which predicts the next token at every position: (B, L) int64 ->
+    (B, L, vocabulary). Behind each layer is a causal slot for sequences.
 
         segment 0:      a learned vector of each token
         segment k + 1:  x + GRU(x)                          then slot "block<k>"
         last segment:   Linear(width -> vocabulary)
 
-    The logits at a position are those of the next token. Rows of a population run one after the other, because vmap has no rule
-    for a recurrence. Weights of a GRU are those of torch.
+    The networks of a population run one after the other, because vmap has no rule for a recurrence, so a transformer of as many
+    parameters is faster where there are many. Weights of a GRU are those of torch. Raises InputError if a size is not a positive
+    integer.
+
+    Attributes:
+        vocabulary (int): number of tokens, which are whole numbers from 0 on
+        width (int): features of every position; 64 by default
+        layers (int): number of residual GRU layers, whose slots are named "block0", "block1" and so on; 1 by default
     """
 
     name: ClassVar[str] = "gru"

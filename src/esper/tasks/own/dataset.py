@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
+from esper.leyline.config.arguments import is_number
 from esper.leyline.data.arrays import as_tensor, real
 from esper.leyline.data.batches import Batch, leaf_names, leaves, map_leaves, shapes
 from esper.leyline.data.task import Label, Split, nonfinite
@@ -21,7 +22,6 @@ from esper.leyline.data.workers import read_by_workers
 from esper.leyline.errors import InputError, RunWarning, UserCodeError, typed_line, warn
 from esper.leyline.text import counted, kind_of
 from esper.tasks.hosts.factories import GRU, Transformer
-from esper.tasks.hosts.feedforward import is_size
 from esper.tasks.own.labels import Kind, read_target, read_y
 
 CHUNK = 64
@@ -292,7 +292,7 @@ def windows_of(value: Any, of: str, host: Any, length: int | None, classes: Any)
         tokens = value.detach().cpu().numpy() if isinstance(value, Tensor) else value
     known = host if isinstance(host, Transformer | GRU) else None
     vocabulary = known.vocabulary if known is not None and classes is None else classes
-    if not is_size(vocabulary):
+    if not is_number(vocabulary, int) or vocabulary < 1:
         raise InputError(
             f"{of} holds tokens, and classes is {str(classes)[:40]!r}; give the size of the vocabulary, as in classes=256, or a "
             "host of esper.transformer or esper.gru"
@@ -306,11 +306,11 @@ def windows_of(value: Any, of: str, host: Any, length: int | None, classes: Any)
         length = tokens.shape[1] - 1
     elif length is None and isinstance(known, Transformer):
         length = known.length
-    if not is_size(length):
+    if length is None or not is_number(length, int) or length < 1:
         raise InputError(
             f"{of} holds tokens, and length is {length!r}; give the number of positions of a window, as in length=64"
         )
-    windows = Windows(tokens, int(length or 0), vocabulary)
+    windows = Windows(tokens, length, vocabulary)
     if not len(windows):
         raise InputError(
             f"{of} holds {len(tokens):,} tokens, too few for a window of {length} positions and the token behind it; give more "
