@@ -156,7 +156,7 @@ def test_what_workers_get_of_a_reward_by_its_place_is_the_place():
             "study.py:nothing returned an int without act and store",
         ),
         (["train", "iris", "--reward", "study.py:two"], "study.py:two cannot be called with one argument"),
-        (["train", "iris", "--reward", "study.py:eager"], "study.py:eager is an Eager; name a function that takes"),
+        (["train", "iris", "--reward", "study.py:eager"], "study.py:eager is an Eager; give a function that takes"),
         (["train", "iris", "--reward", "frugal"], "the reward 'frugal' names no function"),
         (
             ["train", "iris", *TRAIN, "--reward", "study.py:paid"],

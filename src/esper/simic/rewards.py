@@ -121,17 +121,9 @@ class Account(NamedTuple):
         return cls(np.zeros((envs, slots)), np.full((envs, slots), np.nan), np.full(envs, np.nan))
 
 
-class Flows(NamedTuple):
-    """Records the movements of one step. Over the life of an account, credited = paid + returned."""
-
-    credited: Floats  # (E, S) change of the credit, negative where the contribution fell
-    paid: Floats  # (E, S) paid to the controller
-    returned: Floats  # (E, S) credit that expired without payment
-
-
 def escrow_step(
     account: Account, stage: NDArray[np.int8], contribution: Floats, before: Floats, after: Floats, *, terminal: bool
-) -> tuple[Account, Flows]:
+) -> tuple[Account, Floats]:
     """Credit live seeds, pay the credit of kept seeds, and let the credit of removed seeds expire.
 
         pay = min(credit, max(J_after - max(J_entry, paid_up), 0)),   then paid_up = max(J_entry, paid_up) + pay
@@ -142,6 +134,8 @@ def escrow_step(
 
     Every increase of J is paid for once: the sum of positive payments is at most max_t J_t - J_0. Without this bound, seeds
     that are planted together would all be paid for the same increase, and so would the repair of an earlier decrease.
+
+    Returns the accounts after the step, and what it pays to the controller, (E, S).
     """
     assert stage.shape == contribution.shape == account.credit.shape, (stage.shape, contribution.shape)
     kept, present = stage == Stage.FOSSILIZED, among(stage, IN_BUDGET)
@@ -158,8 +152,7 @@ def escrow_step(
         paid_up = np.where(paid[:, slot] > 0, base + paid[:, slot], paid_up)
 
     closed = kept | ~present | terminal
-    moved = Flows(credit - account.credit, paid, np.where(closed, credit - paid, 0.0))
-    return Account(np.where(closed, 0.0, credit), np.where(closed, np.nan, entry), paid_up), moved
+    return Account(np.where(closed, 0.0, credit), np.where(closed, np.nan, entry), paid_up), paid
 
 
 @runtime_checkable
@@ -240,10 +233,10 @@ class Escrow:
         if outcome.step == 0 or self._account is None:
             self._account = Account.empty(*stage.shape)
         before, after = worths(outcome, self.config)
-        self._account, flows = escrow_step(
+        self._account, pays = escrow_step(
             self._account, stage, measured.mean, total(before), total(after), terminal=outcome.terminal
         )
-        return _rise(before, after) | {"fees": fees(outcome, self.config), "escrow": flows.paid.sum(1)}
+        return _rise(before, after) | {"fees": fees(outcome, self.config), "escrow": pays.sum(1)}
 
     def restart(self, rows: Bools) -> None:
         """Close the accounts of the environments that are marked in `rows` (E,). `paid_up` stays."""
@@ -281,13 +274,7 @@ class OwnReward:
 
 def load_reward(reference: str) -> OwnReward:
     """Import a reward by reference. InputError if there is none, or if it does not take a `RewardConfig` alone."""
-    made = find_reference(reference, "reward")
-    if not callable(made) or not takes_one_argument(made):
-        what = "cannot be called with one argument" if callable(made) else f"is {kind_of(made)}"
-        raise InputError(
-            f"the reward {reference} {what}; name a function that takes an esper.RewardConfig and returns the reward, itself a "
-            "function from an esper.Outcome to named components"
-        )
+    _check_maker(find_reference(reference, "reward"), reference)
     return OwnReward(reference)
 
 
@@ -296,11 +283,7 @@ def make_reward(make: Callable[[RewardConfig], Reward], config: RewardConfig) ->
 
     InputError if the user's function does not take a config alone, returns what cannot be called, or is a reward itself.
     """
-    if not takes_one_argument(make):
-        raise InputError(
-            f"the reward {name_of_reward(make)} cannot be called with one argument; give a function that takes an "
-            "esper.RewardConfig and returns the reward, itself a function from an esper.Outcome to named components"
-        )
+    _check_maker(make, name_of_reward(make))
     try:
         made = make(config)
     except AttributeError as error:
@@ -316,6 +299,16 @@ def make_reward(make: Callable[[RewardConfig], Reward], config: RewardConfig) ->
             "from an esper.Outcome to named components"
         )
     return made
+
+
+def _check_maker(make: Any, name: str) -> None:
+    """Raise InputError if what should make a reward cannot be called with one argument."""
+    if not callable(make) or not takes_one_argument(make):
+        what = "cannot be called with one argument" if callable(make) else f"is {kind_of(make)}"
+        raise InputError(
+            f"the reward {name} {what}; give a function that takes an esper.RewardConfig and returns the reward, itself a "
+            "function from an esper.Outcome to named components"
+        )
 
 
 def name_of_reward(make: Callable[..., Any]) -> str:
