@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
+from torch.utils import _pytree as pytree
 
 from esper.leyline.config.parsing import parse_json
 from esper.leyline.config.tree import check_controller_settings
@@ -22,10 +23,7 @@ from esper.leyline.records import as_tree, brief, from_tree
 from esper.store.disk import Retry, checksum_of, find_folder, read_kept, sha256_of, write_folder, write_once
 from esper.tamiyo.policy.network import Batch, FactoredRecurrentActorCritic
 from esper.tamiyo.policy.observation import (
-    GLOBAL,
-    PROSPECTS,
     Inputs,
-    Moments,
     Normaliser,
     Observation,
     input_names,
@@ -179,10 +177,7 @@ def save_policy(policy: Policy, folder: Path, retry: Retry = write_once) -> None
         "sha256": sha256_of(weights),
         "vocabulary": _vocabulary(),
         "language": {name: known for name, known in policy.language._asdict().items() if known or name != "packages"},
-        "normaliser": {
-            part: {k: v.tolist() for k, v in getattr(policy.normaliser, part)._asdict().items()}
-            for part in Normaliser._fields
-        },
+        "normaliser": pytree.tree_map(np.ndarray.tolist, as_tree(policy.normaliser)),
         "settings": dict(policy.settings),
         "origin": dict(policy.origin),
         **({"decisions_per_step": policy.decisions_per_step} if policy.decisions_per_step > 1 else {}),
@@ -219,10 +214,15 @@ def load_policy(folder: Path) -> Policy:
         policy.network.load_state_dict(state)
         if odd := [name for name, tensor in state.items() if not bool(torch.isfinite(tensor).all())]:
             raise ValueError(f"weights of {odd[0]} are not finite")
-        sizes = len(GLOBAL), len(slot_features(language.sensors)), len(PROSPECTS)
-        policy.normaliser = Normaliser(
-            *(_moments(facts["normaliser"][part], n) for part, n in zip(Normaliser._fields, sizes, strict=True))
-        )
+        known = {
+            part: {name: np.array(field, np.float64) for name, field in moments.items()}
+            for part, moments in facts["normaliser"].items()
+        }
+        policy.normaliser = from_tree(policy.normaliser, known, "normaliser")
+        if not all(np.isfinite(field).all() for moments in policy.normaliser for field in moments):
+            raise ValueError("the normaliser does not hold finite moments")
+        if any((moments.var < 0).any() or (moments.n < 0).any() for moments in policy.normaliser):
+            raise ValueError("the normaliser has a variance or a count below 0")
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:160]
         raise InputError(f"{folder} does not hold a controller of this version ({reason}); train it again") from None
@@ -258,16 +258,6 @@ def read_facts(folder: Path) -> dict[str, Any]:
         raise InputError(f"{path} was altered, by its checksum; train the controller again")
     check_controller_settings(facts["settings"], str(path))
     return facts
-
-
-def _moments(known: Mapping[str, Any], features: int) -> Moments:
-    """Read moments from JSON. ValueError if they are not finite, or of another number of features."""
-    moments = Moments(*(np.array(known[name], np.float64) for name in Moments._fields))
-    if any(field.shape != (features,) or not np.isfinite(field).all() for field in moments):
-        raise ValueError(f"the normaliser does not hold finite moments of {features} features")
-    if (moments.var < 0).any() or (moments.n < 0).any():
-        raise ValueError("the normaliser has a variance or a count below 0")
-    return moments
 
 
 def _vocabulary() -> dict[str, list[str]]:
