@@ -27,6 +27,7 @@ from esper.kasmina.network.grown_network import GrownNetwork
 from esper.kasmina.stack.invariance import blends_that_vary, segments_that_vary
 from esper.leyline.config import arguments
 from esper.leyline.config.input import dotted
+from esper.leyline.config.input import show as show_value
 from esper.leyline.config.tree import BASELINES, Config, RewardConfig, build_config, parse_setting
 from esper.leyline.data.batches import picked
 from esper.leyline.data.task import AnyTask, Mixture, Task, with_steps
@@ -425,8 +426,10 @@ def names_of(summary: Mapping[str, Any]) -> list[str]:
 def to_task(task: Any) -> AnyTask:
     """Return the task itself, or the task of a name. InputError if it is neither."""
     found = get_task(task) if isinstance(task, str) else task
-    arguments.check_task(found)
-    assert isinstance(found, Task | Mixture)
+    if not isinstance(found, Task | Mixture):
+        raise InputError(
+            f"the task is {show_value(found)}; give the name of one of `esper tasks`, or make one with esper.task(...)"
+        )
     return found
 
 
@@ -492,7 +495,7 @@ def check_rows(task: AnyTask) -> dict[str, str]:
     difference shows. An empty dict means that every environment is bitwise the same in any population on the CPU of this
     machine. The check runs stacks of one to five rows and a few batch sizes, and may miss other differences.
     """
-    arguments.check_task(task)
+    task = to_task(task)
     instance = task.instance(task.keys("training").start)
     with drawn_with(0):
         host = task.largest()

@@ -160,14 +160,14 @@ def anneal(start: float, progress: float, end: float) -> float:
 class PPO:
     """Updates a policy from the rollouts of a round. `state` holds everything that persists between rounds."""
 
-    def __init__(
-        self, policy: Policy, config: PPOConfig, seed: int, group: int | None = None, exchange: Exchange | None = None
-    ) -> None:
+    def __init__(self, policy: Policy, config: PPOConfig, seed: int, group: int | None = None) -> None:
         """group: number of consecutive environments that share an instance and form the baseline of each other's advantages;
-        None uses no such baseline. exchange: with the other workers, which do the same; None is a worker that is alone.
+        None uses no such baseline.
         """
         self.policy, self.config, self.seed, self.group = policy, config, seed, group
-        self.exchange = exchange or Exchange()
+        self.exchange = (
+            Exchange()
+        )  # with the other workers, which do the same; this worker is alone until it is given one
         self.round = 0  # of `update`
         self.begun = -1  # the first round whose returns differed by the floor of advantages; -1 before it
         self.updates = 0  # calls of `update` and `imitate`

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from esper.leyline.data.batches import Batch, picked
 from esper.leyline.data.task import Pixels, Split, Task, one_tensor
-from esper.leyline.distribution import pip_install
+from esper.leyline.distribution import of_extra
 from esper.leyline.errors import InputError, first_line
 from esper.leyline.text import counted
 from esper.store.disk import read_named
@@ -188,13 +188,9 @@ def _read_parquet(folder: Path) -> tuple[Split, Split]:
                 f"{folder} holds {counted(len(paths), 'file')} of the {part} part of CIFAR-10, but the file names say that the "
                 f"part has {' or '.join(sorted(declared))}; copy the whole data set, and nothing else, into the folder"
             )
-    try:
+    with of_extra("vision", f"{folder} holds parquet files, and reading them needs pyarrow and pillow, which are"):
         from PIL import Image
         from pyarrow import parquet
-    except ImportError:
-        raise InputError(
-            f"{folder} holds parquet files, and reading them needs pyarrow and pillow: {pip_install('vision')}"
-        ) from None
     train, test = (_split([_rows(path, parquet, Image) for path in files[part]]) for part in ("train", "test"))
     return train, test
 

@@ -52,7 +52,6 @@ WIDTHS = (8, 12, 16)  # of the stream
 HIDDEN = (6, 8, 12, 16)  # inner widths of an undamaged block
 NARROW = (1, 2)  # of a bottleneck
 SLIM = (2, 3)  # of a frozen block, and of every block of a slim host
-INPUTS: Mapping[str, int] = {"digits": 64, "spiral": 2, "parity": 8, "checker": 2, "teacher": 16}
 CLASSES = 10  # at most
 
 POOLS = (1000, 240, 160, 397)  # digits that train, probe, validation and test splits are taken from
@@ -104,25 +103,6 @@ class Facts:
     detail: float  # turns of a spiral, bits of a parity, squares in a row, or units of a teacher; NaN for digits
 
 
-class _Shape(NamedTuple):
-    """Lists the values among which the parameters of a family are drawn."""
-
-    classes: Sequence[int]
-    noise: Sequence[float]
-    label_noise: Sequence[float]
-    examples: Sequence[int]
-    detail: Sequence[float]
-
-
-_SHAPES: Mapping[str, _Shape] = {
-    "digits": _Shape(range(2, 11), (0.0, 0.5, 1.0), (0.0, 0.0, 0.15), (120, 400, 1000), (math.nan,)),
-    "spiral": _Shape((2, 3), (SPIRAL_NOISE,), (0.0,), (300, 1000), (0.6, 1.0, 1.4)),
-    "parity": _Shape((2,), (PARITY_NOISE,), (0.0,), (1000,), (2, 3, 4)),
-    "checker": _Shape((2,), (0.0,), (0.0,), (300, 1000), (2, 3)),
-    "teacher": _Shape((2, 4, 6), (0.0,), (0.0,), (300, 1000), (4, 16)),
-}
-
-
 def repair() -> Mixture:
     """Make the mixture of damaged hosts on small data. Some gain from growth at some slots, and some do not.
 
@@ -143,14 +123,14 @@ def repair() -> Mixture:
         summary=SUMMARY,
         room=Room(
             DamagedMLP(
-                inputs=max(INPUTS.values()),
+                inputs=INPUTS,
                 width=max(WIDTHS),
                 hidden=(max(HIDDEN),) * BLOCKS,
                 outputs=CLASSES,
                 linear=(False,) * BLOCKS,
                 frozen=(False,) * BLOCKS,
             ),
-            (max(INPUTS.values()),),
+            (INPUTS,),
             Lengths(probe=SIZES[RepairSplit.PROBE], held=max(SIZES[RepairSplit.VALIDATION], SIZES[RepairSplit.TEST])),
         ),
         sample=sample,
@@ -206,7 +186,7 @@ def describe(key: int) -> Facts:
         family=family,
         damage=damage,
         host=DamagedMLP(
-            inputs=INPUTS[family],
+            inputs=shape.inputs,
             width=_one_of(WIDTHS, u[_Draw.WIDTH, 0]),
             hidden=tuple(hidden),
             outputs=classes,
@@ -239,7 +219,7 @@ def digit_pools() -> tuple[tuple[Floats, Labels], ...]:
 
 def _examples(facts: Facts, part: RepairSplit) -> Split:
     """Return one split, in torch's default dtype. It shares no storage."""
-    x, y = _GENERATORS[facts.family](facts, part, facts.examples if part == RepairSplit.TRAIN else SIZES[part])
+    x, y = _SHAPES[facts.family].generate(facts, part, facts.examples if part == RepairSplit.TRAIN else SIZES[part])
     if facts.noise:
         x = x + facts.noise * _normal(facts, _Draw.FEATURE_NOISE, part, *x.shape)
     if facts.label_noise and part == RepairSplit.TRAIN:
@@ -296,14 +276,26 @@ def _teacher(facts: Facts, part: RepairSplit, count: int) -> tuple[Floats, Label
     return x, ((z - reference.mean(0)) / (reference.std(0) + 1e-6)).argmax(1)
 
 
-_Generator = Callable[[Facts, RepairSplit, int], tuple[Floats, Labels]]
-_GENERATORS: Mapping[str, _Generator] = {
-    "digits": _digits,
-    "spiral": _spiral,
-    "parity": _parity,
-    "checker": _checker,
-    "teacher": _teacher,
+class _Shape(NamedTuple):
+    """Says how the data of a family are computed, and among which values its parameters are drawn."""
+
+    generate: Callable[[Facts, RepairSplit, int], tuple[Floats, Labels]]
+    inputs: int
+    classes: Sequence[int]
+    noise: Sequence[float]
+    label_noise: Sequence[float]
+    examples: Sequence[int]
+    detail: Sequence[float]
+
+
+_SHAPES: Mapping[str, _Shape] = {
+    "digits": _Shape(_digits, 64, range(2, 11), (0.0, 0.5, 1.0), (0.0, 0.0, 0.15), (120, 400, 1000), (math.nan,)),
+    "spiral": _Shape(_spiral, 2, (2, 3), (SPIRAL_NOISE,), (0.0,), (300, 1000), (0.6, 1.0, 1.4)),
+    "parity": _Shape(_parity, 8, (2,), (PARITY_NOISE,), (0.0,), (1000,), (2, 3, 4)),
+    "checker": _Shape(_checker, 2, (2,), (0.0,), (0.0,), (300, 1000), (2, 3)),
+    "teacher": _Shape(_teacher, 16, (2, 4, 6), (0.0,), (0.0,), (300, 1000), (4, 16)),
 }
+INPUTS = max(shape.inputs for shape in _SHAPES.values())
 
 
 def _uniform(facts: Facts, draw: _Draw, part: int, *shape: int) -> Floats:

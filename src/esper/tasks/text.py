@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.leyline.data.task import SENSED, Split, Task
-from esper.leyline.distribution import pip_install
+from esper.leyline.distribution import of_extra
 from esper.leyline.errors import InputError, first_line
 from esper.tasks.hosts.factories import SEQUENCE_MENU, Transformer
 from esper.tasks.images import VARIABLE, data_folder
@@ -194,12 +194,8 @@ def read_stories(folder: Path | None = None) -> tuple[NDArray[Any], NDArray[Any]
     for place, depth in ((root / FOLDER, "**/"), (root, "")):
         files = {part: sorted(place.glob(f"{depth}{part}-*.parquet")) for part in ("train", "validation")}
         if files["train"]:
-            try:
+            with of_extra("vision", f"{place} holds parquet files, and reading them needs pyarrow, which is"):
                 from pyarrow import parquet
-            except ImportError:
-                raise InputError(
-                    f"{place} holds parquet files, and reading them needs pyarrow: {pip_install('vision')}"
-                ) from None
             if not files["validation"]:
                 raise InputError(f"{place} lacks validation-*.parquet of TinyStories; copy the whole data set")
             return _text_of(files["train"], parquet), _text_of(files["validation"], parquet), 256, place

@@ -120,16 +120,6 @@ def check_callable(value: Any, name: str, what: str) -> None:
         raise InputError(f"{name} is {show(value)}; give {what}")
 
 
-def check_task(task: Any) -> None:
-    """Raise InputError if the value is not a task."""
-    from esper.leyline.data.task import Mixture, Task  # which load torch; what reads run folders does not need it
-
-    if not isinstance(task, Task | Mixture):
-        raise InputError(
-            f"the task is {show(task)}; give the name of one of `esper tasks`, or make one with esper.task(...)"
-        )
-
-
 def check_settings(settings: Any, tasks: Sequence["AnyTask"]) -> None:
     """Raise InputError if the settings are not a mapping, or name a task that is not one of the given tasks."""
     if not isinstance(settings, Mapping):
