@@ -277,10 +277,16 @@ class Instance(NamedTuple):
         probe (Split): read by gates, rewards and attribution
         validation (Split): read by the selection of models and policies
         outputs (int): classes or targets of this instance, the last axis of outputs, at most those of the task's objective
+        pixels (Pixels or None): how images that are kept as bytes are read, where an example is one tensor
+        scaling (Scaling or None): of features that a host reads standardized, where an example is one tensor
+        classes (labels or None): the class of each output; None numbers them from 0
+        weights ((N,) tensor or None): weights of the train split's examples in the training loss; None counts all alike
+        columns (names or None): names of the features, where they came in a frame
+        target_scaling (Scaling or None): of targets that a host returns standardized
+        source (Source or None): what the optimizer reads instead of `train`, which then holds the first `SENSED` of its examples
         intact (callable or None): returns a network of the host's shape before it was damaged, and the inputs of the train split
             as that network reads them; the sensor `drift` compares the host with it
-
-    The other fields are those of a `Task`.
+        preprocess (Preprocess or None): what made the splits of raw features
     """
 
     host: Callable[[], nn.Module]

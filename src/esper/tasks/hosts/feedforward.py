@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, ClassVar, Self, get_args, get_origin
@@ -38,19 +38,6 @@ def conv(reads: int, writes: int, size: int, *, variance: float) -> nn.Conv2d:
     nn.init.normal_(layer.weight, std=variance**0.5)
     nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
     return layer
-
-
-def smallest(build: Callable[[int], Callable[[], SegmentedHost]], parameters: int) -> int:
-    """Return the smallest width for which `build(width)` makes hosts of at least `parameters` parameters, by bisection."""
-
-    def size(width: int) -> int:
-        with torch.device("meta"), drawn_with(0):  # parameters are counted without allocating them
-            return count(build(width)())
-
-    high = 1
-    while size(high) < parameters:
-        high *= 2
-    return bisect_left(range(high), parameters, lo=high // 2 + 1, key=size)
 
 
 def checked_flags(of: str, name: str, flags: Any, blocks: int) -> tuple[bool, ...]:
@@ -89,7 +76,15 @@ class HostFactory(ABC):
 
     def plain(self, parameters: int) -> Self:
         """Return the network of the same depth, not narrow anywhere, of the least width with at least `parameters` parameters."""
-        return self._even(smallest(self._even, parameters))
+
+        def size(width: int) -> int:
+            with torch.device("meta"), drawn_with(0):  # parameters are counted without allocating them
+                return count(self._even(width)())
+
+        high = 1
+        while size(high) < parameters:
+            high *= 2
+        return self._even(bisect_left(range(high), parameters, lo=high // 2 + 1, key=size))
 
     @abstractmethod
     def _even(self, width: int) -> Self:
