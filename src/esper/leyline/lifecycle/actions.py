@@ -7,14 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.leyline.errors import InputError
-from esper.leyline.lifecycle.stages import found_directly
 from esper.leyline.records import brief
 from esper.leyline.text import kind_of
 
 Ints = NDArray[np.int64]
 
 
-@found_directly
 class Op(IntEnum):
     """Names the operations on a slot, of which a controller chooses one per environment and step.
 
@@ -35,7 +33,6 @@ class Op(IntEnum):
     FOSSILIZE = 5
 
 
-@found_directly
 class Head(IntEnum):
     """Names the parts of a decision, in the order in which they are chosen.
 
@@ -56,7 +53,6 @@ class Head(IntEnum):
     TARGET = 5
 
 
-@found_directly
 class Blend(IntEnum):
     """Says how a seed's change delta enters the stream h at dose alpha.
 

@@ -1,25 +1,12 @@
 """Define the stages of a slot, and the transitions between them."""
 
-from enum import Enum, IntEnum
-from typing import Any, TypeVar
+from enum import IntEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-E = TypeVar("E", bound=type[Enum])
 
-
-def found_directly(kind: E) -> E:
-    """Make the members of an enumeration attributes of its class, as Python does from 3.12 on.
-
-    Python 3.11 looks each of them up by a function, which took a hundredth of the time of a step.
-    """
-    for name, member in kind.__members__.items():
-        type.__setattr__(kind, name, member)  # the enumeration itself refuses to set its members
-    return kind
-
-
-@found_directly
 class Stage(IntEnum):
     """Names the stages of a slot. The values are stored in arrays and in files, so their meaning never changes.
 

@@ -2,10 +2,7 @@
 
 from enum import IntEnum
 
-from esper.leyline.lifecycle.stages import found_directly
 
-
-@found_directly
 class Refusal(IntEnum):
     """Says why a decision was not carried out; NONE if it was.
 
@@ -24,7 +21,6 @@ class Refusal(IntEnum):
     MEMORY = 4
 
 
-@found_directly
 class Vital(IntEnum):
     """Says why a row was rolled back after a step; GOOD if it was not.
 
