@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from esper.leyline.data import keys
-from esper.leyline.data.batches import shape_leaves, shapes
+from esper.leyline.data.batches import leaves
 from esper.leyline.data.task import Instance, Lengths, Mixture, Room, Split, Task
 from esper.tasks import repair, small
 from esper.tasks.hosts.feedforward import DamagedMLP
@@ -86,8 +86,7 @@ def _table(name: str) -> Task:
 
 
 def _features(task: Task) -> int:
-    (features,) = shape_leaves(shapes(task.train.x))[0]
-    return features
+    return leaves(task.train.x)[0].shape[1]
 
 
 def _read(task: Task, part: str) -> Split:

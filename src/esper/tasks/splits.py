@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from esper.leyline.data import keys
-from esper.leyline.data.batches import Batch, check_lengths, leaf_names, leaves, picked, shapes
+from esper.leyline.data.batches import Batch, check_lengths, named_leaves, picked
 from esper.leyline.data.task import Scaling, Split, check_finite, nonfinite, one_tensor, which
 from esper.leyline.errors import InputError
 from esper.leyline.text import counted
@@ -28,7 +28,7 @@ def check_examples(x: Batch, y: Tensor, classes: int | None) -> None:
     """Raise InputError if features x (N, ...) and labels y (N, ...) int64, or targets where `classes` is None, cannot be used."""
     skip = "give the task defaults={'data': {'nonfinite': 'skip'}}"
     fill = "preprocess=SimpleImputer().fit(the training rows of x) of scikit-learn (`esper docs tasks`)"
-    for name, leaf in zip(leaf_names(shapes(x)), leaves(x), strict=True):
+    for name, leaf in named_leaves(x).items():
         if leaf.dim() == 0:
             raise InputError(f"{name} is a single number; give one row of features per example")
         check_lengths(name, len(leaf), len(y))
@@ -37,7 +37,7 @@ def check_examples(x: Batch, y: Tensor, classes: int | None) -> None:
             raise InputError(
                 f"{name} has shape {tuple(leaf.shape)}; give at least one feature per example, as in (N, D)"
             )
-    for name, leaf in zip(leaf_names(shapes(x)), leaves(x), strict=True):
+    for name, leaf in named_leaves(x).items():
         bad = nonfinite(Split(leaf, torch.zeros(len(y))))
         check_finite(bad, name, f"drop those examples, fill in the values with {fill}, or {skip}")
     if classes is None:

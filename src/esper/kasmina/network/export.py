@@ -32,9 +32,8 @@ from esper.leyline.data.batches import (
     Batch,
     arguments,
     cast,
-    leaf_names,
     map_leaves,
-    shape_leaves,
+    named_leaves,
     shapes_from_json,
     shapes_to_json,
 )
@@ -173,7 +172,7 @@ def grown_network(
     if widenings:  # it has other widths
         original = None
     network = GrownNetwork(host, modules, grafts, interface, original).to("cpu", body.dtype).eval()
-    several = leaf_names(interface.inputs) != ["x"] or (interface.classes is not None and interface.target)
+    several = list(named_leaves(interface.inputs)) != ["x"] or (interface.classes is not None and interface.target)
     whole = interface.whole is not None and interface.scaling is None
     topology = {
         "format": max(
@@ -214,15 +213,14 @@ def grown_network(
 def example_of(folder: Path, topology: Mapping[str, Any], largest: int) -> Batch:
     """Return two examples of zeros for a topology. Raises InputError if they would hold more than `largest` numbers."""
     inputs = shapes_from_json(topology["input"])
-    if sum(math.prod(shape) for shape in shape_leaves(inputs)) > largest:
+    shapes = named_leaves(inputs)
+    if sum(map(math.prod, shapes.values())) > largest:
         raise InputError(f"{folder / TOPOLOGY} is damaged at 'input': {topology['input']}; export the network again")
-    made = [
-        torch.zeros(2, *shape, dtype=dtype)
-        for shape, dtype in zip(shape_leaves(inputs), _dtypes(topology), strict=True)
-    ]
+    dtypes = _dtypes(topology)
+    made = [torch.zeros(2, *shape, dtype=dtype) for shape, dtype in zip(shapes.values(), dtypes, strict=True)]
     if isinstance(inputs, dict):
         return dict(zip(inputs, made, strict=True))
-    return tuple(made) if leaf_names(inputs) != ["x"] else made[0]
+    return tuple(made) if list(shapes) != ["x"] else made[0]
 
 
 def _dtypes(topology: Mapping[str, Any]) -> list[torch.dtype]:
@@ -402,7 +400,7 @@ def _interface(folder: Path, topology: Mapping[str, Any]) -> Interface:
     """Return what a saved network takes and returns; means and deviations are read later. InputError if entries do not fit."""
     inputs, shape, classes = topology["input"], topology["standardize"], topology["classes"]
     shapes, example = shapes_from_json(inputs), topology["example"]
-    several = leaf_names(shapes) != ["x"]
+    several = list(named_leaves(shapes)) != ["x"]
     alike = example.keys() == inputs.keys() if isinstance(inputs, dict) and isinstance(example, dict) else not several
     if isinstance(inputs, list) and several:
         alike = isinstance(example, list) and len(example) == len(inputs)

@@ -56,11 +56,18 @@ def map_leaves(function: Callable[..., Any], batch: Batch, *others: Any) -> Any:
     return tuple(function(*each) for each in zip(batch, *others, strict=True))
 
 
+def named_leaves(tree: Batch | Shapes) -> dict[str, Any]:
+    """Return each leaf of a batch, or its shape, by what sentences call it: 'x', 'x[0]', or "x['image']"."""
+    if isinstance(tree, dict):
+        return {f"x[{name!r}]": part for name, part in tree.items()}
+    if isinstance(tree, Tensor) or not tree or isinstance(tree[0], int):
+        return {"x": tree}
+    return {f"x[{place}]": part for place, part in enumerate(tree)}
+
+
 def leaves(batch: Batch) -> list[Tensor]:
     """Return the tensors of a batch, in its order."""
-    if isinstance(batch, Tensor):
-        return [batch]
-    return list(batch.values() if isinstance(batch, dict) else batch)
+    return list(named_leaves(batch).values())
 
 
 def first(batch: Batch) -> Tensor:
@@ -71,15 +78,6 @@ def first(batch: Batch) -> Tensor:
 def shapes(batch: Batch) -> Shapes:
     """Return the shape of one example of each leaf (N, *shape)."""
     return map_leaves(lambda leaf: tuple(leaf.shape[1:]), batch)
-
-
-def shape_leaves(inputs: Shapes) -> list[Shape]:
-    """Return the shape of each leaf, in the order of the batch."""
-    if isinstance(inputs, dict):
-        return list(inputs.values())
-    if inputs and not isinstance(inputs[0], int):
-        return list(inputs)
-    return [inputs]  # type: ignore[list-item]
 
 
 def shapes_to_json(inputs: Shapes) -> Any:
@@ -94,13 +92,6 @@ def shapes_from_json(saved: Any) -> Shapes:
     if isinstance(saved, dict):
         return {name: tuple(shape) for name, shape in saved.items()}
     return tuple(tuple(part) if isinstance(part, list) else part for part in saved)
-
-
-def leaf_names(inputs: Shapes) -> list[str]:
-    """Return what sentences call each leaf: 'x', 'x[0]', or "x['image']"."""
-    if isinstance(inputs, dict):
-        return [f"x[{name!r}]" for name in inputs]
-    return ["x"] if not inputs or isinstance(inputs[0], int) else [f"x[{place}]" for place in range(len(inputs))]
 
 
 def picked(batch: Batch, index: Any) -> Batch:

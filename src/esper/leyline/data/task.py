@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from esper.leyline.config.tree import LARGE, Config
 from esper.leyline.data.arrays import as_tensor, real, select_columns
-from esper.leyline.data.batches import Batch, Shapes, cast, leaf_names, leaves, picked, shape_leaves, shapes
+from esper.leyline.data.batches import Batch, Shapes, cast, leaves, named_leaves, picked, shapes
 from esper.leyline.data.preprocess import Preprocess
 from esper.leyline.errors import DataWarning, InputError, warn
 from esper.leyline.records import brief
@@ -197,7 +197,7 @@ class Interface(NamedTuple):
         example, or are not finite.
         """
         x = x if self.preprocess is None else self.preprocess.apply(x)
-        inputs, names, shapes = self.inputs, leaf_names(self.inputs), shape_leaves(self.inputs)
+        inputs, shapes = self.inputs, named_leaves(self.inputs)
         if isinstance(inputs, dict):
             if not isinstance(x, Mapping) or set(x) != set(inputs):
                 keyed = isinstance(x, Mapping)
@@ -206,7 +206,7 @@ class Interface(NamedTuple):
                     f"x {given}, but the network takes a mapping with the keys {', '.join(inputs)}; give that"
                 )
             values = [x[name] for name in inputs]
-        elif names != ["x"]:
+        elif list(shapes) != ["x"]:
             if not isinstance(x, tuple | list) or len(x) != len(inputs):
                 given = f"has {len(x)} tensors" if isinstance(x, tuple | list) else f"is {kind_of(x)}"
                 raise InputError(f"x {given}, but the network takes a tuple of {len(inputs)} tensors; give that")
@@ -214,7 +214,8 @@ class Interface(NamedTuple):
         else:
             values = [select_columns(x, self.columns, "x")]
         read = []
-        for value, name, shape, whole in zip(values, names, shapes, self.whole or (None,) * len(shapes), strict=True):
+        dtypes = self.whole or (None,) * len(shapes)
+        for value, (name, shape), whole in zip(values, shapes.items(), dtypes, strict=True):
             examples = real(as_tensor(value, name, dtype), name)
             if examples.shape == shape:
                 batch = "predict([x])" if name == "x" else "predict of a batch"
@@ -239,11 +240,11 @@ class Interface(NamedTuple):
             check_finite(bad, name, "fill them in, or leave those examples out")
             read.append(examples)
         if len(set(map(len, read))) > 1:
-            counts = " and ".join(f"{len(leaf):,} in {name}" for leaf, name in zip(read, names, strict=True))
+            counts = " and ".join(f"{len(leaf):,} in {name}" for leaf, name in zip(read, shapes, strict=True))
             raise InputError(f"x holds different numbers of examples, {counts}; give every tensor one row per example")
         if isinstance(inputs, dict):
             return dict(zip(inputs, read, strict=True))
-        return read[0] if names == ["x"] else tuple(read)
+        return read[0] if list(shapes) == ["x"] else tuple(read)
 
 
 Differentiated = tuple[Tensor, Callable[[Tensor], Tensor]]

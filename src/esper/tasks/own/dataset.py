@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from esper.leyline.config.arguments import is_number
 from esper.leyline.data.arrays import as_tensor, real
-from esper.leyline.data.batches import Batch, leaf_names, leaves, map_leaves, shapes
+from esper.leyline.data.batches import Batch, leaves, map_leaves, named_leaves, shapes
 from esper.leyline.data.task import Label, Split, nonfinite
 from esper.leyline.data.workers import read_by_workers
 from esper.leyline.errors import InputError, RunWarning, UserCodeError, typed_line, warn
@@ -226,7 +226,7 @@ class DatasetSource:
                 f"{of} has features of shape {shapes(x)} and y of shape {tuple(y.shape[1:])}, and others have {shapes(like.x)} "
                 f"and {tuple(like.y.shape[1:])}; give every example one shape"
             )
-        for name, leaf, wanted in zip(leaf_names(shapes(x)), leaves(x), leaves(like.x), strict=True):
+        for (name, leaf), wanted in zip(named_leaves(x).items(), leaves(like.x), strict=True):
             if leaf.is_floating_point() and not wanted.is_floating_point():
                 raise InputError(
                     f"{of} has {leaf.dtype} in {name}, and others have {wanted.dtype}; give every example one dtype"

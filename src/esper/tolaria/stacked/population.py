@@ -25,7 +25,7 @@ from esper.kasmina.stack.rows import stacks_directly
 from esper.kasmina.stack.snapshot import Snapshot
 from esper.kasmina.stack.widening import BodyWidening, HiddenWidening, plan_widenings, wider_hosts
 from esper.leyline.config.tree import SENSOR_FAMILIES, Config
-from esper.leyline.data.batches import Batch, leaves, map_leaves, on_cpu, picked, shape_leaves
+from esper.leyline.data.batches import Batch, leaves, map_leaves, named_leaves, on_cpu, picked
 from esper.leyline.data.duplicates import example_digests
 from esper.leyline.data.keys import Purpose, key, scalar
 from esper.leyline.data.task import (
@@ -221,7 +221,7 @@ class StackedPopulation:
         self._one = torch.ones((), dtype=self._dtype, device=self.device) / config.optimizer.accumulation_steps
         self._load(instance)
         self.widenings = widenings
-        if any(len(shape) > 1 for shape in shape_leaves(task.inputs)):
+        if any(len(shape) > 1 for shape in named_leaves(task.inputs).values()):
             hold_freed_memory()
         self._products = resolve_amp(config.amp, self.device, self._dtype)
         self._keepers: list[Snapshot] = []
@@ -607,7 +607,7 @@ def check_memory(task: AnyTask, config: Config, available: int, widenings: tuple
     """
     rows, copies = _rows_and_copies(task, config)
     host = sum(parameter.nbytes for parameter in _drawn(wider_hosts(task.largest, widenings)).parameters())
-    numbers = sum(math.prod(shape) for shape in shape_leaves(task.inputs))
+    numbers = sum(map(math.prod, named_leaves(task.inputs).values()))
     inputs = config.data.batch_size * numbers * torch.get_default_dtype().itemsize
     data = 0
     if isinstance(task, Task):
