@@ -97,7 +97,6 @@ class _Change(NamedTuple):
     part: nn.Module  # the module that holds it
     name: str  # its name there
     value: Tensor  # the value, whole; of another shape if the parameter becomes larger
-    width: tuple[str, int] | None = None  # an attribute of the module that counts features, with its new value
 
     @property
     def held(self) -> Tensor:
@@ -106,16 +105,17 @@ class _Change(NamedTuple):
         assert held is not None, "a module has each parameter that is changed"
         return held
 
+    @property
+    def widens(self) -> bool:
+        """Whether the parameter or buffer becomes larger."""
+        return self.held.shape != self.value.shape
+
     def carry_out(self) -> None:
-        """Write the value into the parameter, or put a larger parameter in its place and count the features anew."""
-        held = self.held
-        if self.width is not None:
-            setattr(self.part, *self.width)
-        if held.shape == self.value.shape:
-            fill(held, self.value)
+        """Write the value into the parameter, or put a larger parameter in its place."""
+        if self.widens:
+            put(self.part, self.name, self.value.to(self.held.device, self.held.dtype))
         else:
-            value = self.value.to(held.device, held.dtype)
-            setattr(self.part, self.name, successor(held, value) if isinstance(held, nn.Parameter) else value)
+            fill(self.held, self.value)
 
 
 def successor(held: nn.Parameter, value: Tensor) -> nn.Parameter:
@@ -127,10 +127,20 @@ def successor(held: nn.Parameter, value: Tensor) -> nn.Parameter:
     return made
 
 
+def put(layer: nn.Module, name: str, value: Tensor) -> None:
+    """Put a value of any shape in the place of a parameter or buffer of a layer, whose attributes count the features anew."""
+    held = getattr(layer, name)
+    setattr(layer, name, successor(held, value) if isinstance(held, nn.Parameter) else value)
+    axes = known_axes(layer)
+    for attribute, axis in ((axes.written, axes.writes), (axes.read, axes.reads)):
+        if hasattr(layer, attribute) and (name == "weight" or isinstance(layer, nn.modules.batchnorm._NormBase)):
+            setattr(layer, attribute, value.shape[axis])
+
+
 def _difference(network: nn.Module, name: str, changes: Sequence[_Change], passes: Sequence[Pass]) -> str:
     """Return why outputs differ: what stands between the two layers that a site spans, as far as that is a module."""
     shared = "a weight is also used elsewhere or is computed before each pass"
-    if not any(change.width for change in changes):
+    if not any(change.widens for change in changes):
         return f"the outputs would differ, as where {shared}"
     site, planted = sites_of(network)[name], planted_at(network, name)
     function = RELU if planted is None or planted.recipe is None else planted.recipe.function
@@ -231,12 +241,10 @@ def _wider(network: nn.Module, site: Site, inner: Any, out: Any, alpha: Tensor, 
     own, next_own = matrix(first, first.weight), matrix(second, second.weight)
     if own.shape[0] != next_own.shape[1]:
         raise _Beside(f"{site.after!r} does not read the features that {site.around!r} writes")
-    units = own.shape[0] + len(inner.weight)
     rows, columns = _centred(inner.weight, first, site.around), _centred(alpha * out.weight, second, site.after)
-    written, read = known_axes(first).written, known_axes(second).read
     changed = [
-        _Change(first, "weight", matrix(first, torch.cat([own, rows])), (written, units)),
-        _Change(second, "weight", matrix(second, torch.cat([next_own, columns], 1)), (read, units)),
+        _Change(first, "weight", matrix(first, torch.cat([own, rows]))),
+        _Change(second, "weight", matrix(second, torch.cat([next_own, columns], 1))),
     ]
     for path, layer, more, adds in (
         (site.around, first, inner.bias, True),
@@ -285,7 +293,7 @@ def _wider_norms(
             news = {"weight": scale, "bias": mean, "running_mean": mean, "running_var": variance}
             for name, new in news.items():
                 own = getattr(norm, name)
-                found.append(_Change(norm, name, torch.cat([own, new.to(own)]), ("num_features", more)))
+                found.append(_Change(norm, name, torch.cat([own, new.to(own)])))
         return found
 
     like = changed[0].held.double()
@@ -359,9 +367,11 @@ class Axes(NamedTuple):
 
 
 def known_axes(layer: nn.Module) -> Axes:
-    """Return where the features of a Linear, a convolution or a `Conv1D` of transformers are."""
+    """Return where the features of a Linear, a convolution, a `Conv1D` of transformers or a BatchNorm are."""
     if is_turned(layer):
         return Axes(1, 0, "nf", "nx")
+    if isinstance(layer, nn.modules.batchnorm._NormBase):
+        return Axes(0, 0, "num_features", "num_features")
     if isinstance(layer, nn.Linear):
         return Axes(0, 1, "out_features", "in_features")
     return Axes(*((1, 0) if getattr(layer, "transposed", False) else (0, 1)), "out_channels", "in_channels")
@@ -424,7 +434,7 @@ def _same_output(network: nn.Module, name: str, changes: Sequence[_Change], run:
         with _folded(network, planted, changes), _streams(layer, planted) as (_, folded):
             found = list(floats(run(network)))
     except RuntimeError as error:  # something else reads as many features as there were
-        if is_out_of_memory(error) or not any(change.width for change in changes):
+        if is_out_of_memory(error) or not any(change.widens for change in changes):
             raise
         return False
     pairs = [*zip(expected, found, strict=False), *zip(behind, folded, strict=False)]

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.find_sites import Hidden
 from esper.kasmina.graft.flow import CONVOLUTIONS
-from esper.kasmina.graft.folding import Axes, is_turned, known_axes, successor
+from esper.kasmina.graft.folding import Axes, is_turned, known_axes, put
 from esper.kasmina.graft.grown import class_of
 from esper.kasmina.graft.recording import call, floats, mapped, results, saved
 from esper.kasmina.stack.layers import Linear
@@ -83,7 +83,6 @@ class AppendedValues(NamedTuple):
     name: str  # its name there
     axis: int  # along which they are appended
     values: Tensor  # the values
-    width: tuple[str, int]  # an attribute of the submodule that counts the features, with its new value
 
 
 def additions(model: nn.Module, hidden: Hidden, width: int, key: int) -> list[AppendedValues]:
@@ -111,7 +110,7 @@ def additions(model: nn.Module, hidden: Hidden, width: int, key: int) -> list[Ap
         for name, axis in (("weight", axes.writes), ("bias", 0)):
             if (drawn := getattr(fresh, name)) is not None:
                 values = drawn.detach().narrow(axis, old, width - old).clone()
-                found.append(AppendedValues(path, name, axis, values, (axes.written, width)))
+                found.append(AppendedValues(path, name, axis, values))
     for path in sorted(hidden.readers):
         axes, weight = axes_of(path, modules[path]), cast("Tensor", modules[path].weight)
         positions, rest = divmod(weight.shape[axes.reads], old)
@@ -121,12 +120,12 @@ def additions(model: nn.Module, hidden: Hidden, width: int, key: int) -> list[Ap
         values = _zeros(weight, axes.reads, positions * (width - old))
         if path in hidden.writers:  # of a residual branch, whose new units are there already
             values = _zeros(values, axes.writes, width)
-        found.append(AppendedValues(path, "weight", axes.reads, values, (axes.read, positions * width)))
+        found.append(AppendedValues(path, "weight", axes.reads, values))
     for path in sorted(hidden.norms):
         for name, value in _NORM:
             if (own := getattr(modules[path], name, None)) is not None:
                 more = own.detach().new_full((width - old,), value)
-                found.append(AppendedValues(path, name, 0, more, ("num_features", width)))
+                found.append(AppendedValues(path, name, 0, more))
     _check_owned(model, found)
     return found
 
@@ -247,13 +246,10 @@ def _check_owned(model: nn.Module, found: Sequence[AppendedValues]) -> None:
 
 def append(network: nn.Module, found: Sequence[AppendedValues]) -> None:
     """Append values to the layers of a network, in place."""
-    for path, name, axis, values, (width_name, width) in found:
+    for path, name, axis, values in found:
         part = network.get_submodule(path)
         old = getattr(part, name)
-        grown = torch.cat([old.detach(), values.to(old.device, old.dtype)], axis)
-        setattr(part, name, successor(old, grown) if name in part._parameters else grown)
-        if hasattr(part, width_name):
-            setattr(part, width_name, width)
+        put(part, name, torch.cat([old.detach(), values.to(old.device, old.dtype)], axis))
 
 
 def append_tried(networks: Sequence[nn.Module], found: Sequence[AppendedValues], expected: Outputs) -> None:
@@ -269,7 +265,7 @@ def append_tried(networks: Sequence[nn.Module], found: Sequence[AppendedValues],
             append(network, found)
         tails = [
             getattr(networks[0].get_submodule(path), name).narrow(axis, -values.shape[axis], values.shape[axis])
-            for path, name, axis, values, _ in found
+            for path, name, axis, values in found
         ]
         drawn = [tail.clone() for tail in tails]
         for sign in (0, 1, -1):
@@ -289,16 +285,6 @@ def append_tried(networks: Sequence[nn.Module], found: Sequence[AppendedValues],
         raise
 
 
-def _resize_norm(norm: nn.modules.batchnorm._BatchNorm, entry: str, like: Tensor) -> None:
-    """Give a parameter of a BatchNorm the shape of another tensor, and its statistics that of its weight."""
-    setattr(norm, entry, successor(getattr(norm, entry), getattr(norm, entry).detach().new_empty(like.shape)))
-    if entry == "weight":
-        norm.num_features = len(like)
-        for name in ("running_mean", "running_var"):
-            if (own := getattr(norm, name)) is not None:
-                setattr(norm, name, own.new_zeros(len(like)))
-
-
 @contextmanager
 def resized(
     model: nn.Module,
@@ -309,8 +295,8 @@ def resized(
     """Give the layers of a fresh model the widths that they grew to, unless the block fails.
 
     shapes: of each parameter that became larger, before. A parameter of another shape stays, for whoever compares them. tensors:
-    of the network that grew. counts: what attributes of modules count now, by their paths. The values are those of fresh memory,
-    for the block to fill in.
+    of the network that grew. counts: what attributes of modules count now, by their paths. The values are 0, for the block to
+    fill in.
     """
     parameters = dict(model.named_parameters())
     restore = saved(model.modules())
@@ -319,20 +305,16 @@ def resized(
             path, _, entry = name.rpartition(".")
             if name not in parameters or name not in tensors or list(parameters[name].shape) != list(shape):
                 continue
-            part = model.get_submodule(path)
+            part, entries = model.get_submodule(path), [entry]
             if isinstance(part, nn.modules.batchnorm._BatchNorm):
-                _resize_norm(part, entry, tensors[name])
-                continue
-            try:
-                axes = axes_of(path, part)
-            except InputError:
-                continue
-            made = parameters[name].detach().new_empty(tensors[name].shape)
-            setattr(part, entry, successor(parameters[name], made))
-            if entry == "weight":
-                for attribute, axis in ((axes.written, axes.writes), (axes.read, axes.reads)):
-                    if hasattr(part, attribute):
-                        setattr(part, attribute, made.shape[axis])
+                entries += [each for each in ("running_mean", "running_var") if getattr(part, each) is not None]
+            else:
+                try:
+                    axes_of(path, part)
+                except InputError:
+                    continue
+            for each in entries:
+                put(part, each, getattr(part, each).detach().new_zeros(tensors[name].shape))
         parts = dict(model.named_modules())
         for path, own in (counts or {}).items():
             held: Any = vars(parts[path]) if path in parts else {}

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import count, drawn_with
-from esper.kasmina.graft.folding import known_axes
+from esper.kasmina.graft.folding import known_axes, put
 from esper.kasmina.host import SegmentedHost, dtype_of
 from esper.kasmina.stack.layers import Linear
 from esper.leyline.data.batches import Batch, cast, run, stream_of
 from esper.leyline.errors import first_line
-from esper.leyline.lifecycle.slots import SlotSpec
 from esper.leyline.text import kind_of
 
 Factory = Callable[[], nn.Module]
@@ -64,7 +63,9 @@ class Skipped:
         host = self.host()
         assert isinstance(host, SegmentedHost)
         segments = [Skip(part) if k in self.places else part for k, part in enumerate(host.segments)]
-        return _rebuilt(host, segments, [replace(slot, inner=None) for slot in host.slots])
+        made = SegmentedHost(segments, [replace(slot, inner=None) for slot in host.slots])
+        made.stacks, made.draws = host.stacks, host.draws
+        return made
 
 
 def skip_places(factory: Factory, x: Batch) -> tuple[int, ...] | Absent:
@@ -126,7 +127,12 @@ def widened(factory: Factory, x: Batch, parameters: int) -> "WidenedHosts | Abse
     def scaled(widest: int) -> tuple[int, ...]:
         return (*(-(-size * widest // max(inner)) for size in inner), outs[-1])
 
-    width = 1 + bisect_left(range(1, WIDEST + 1), parameters, key=lambda wide: _size(chain, scaled(wide)))
+    def size(widest: int) -> int:
+        with torch.device("meta"):
+            _resize(chain, scaled(widest))
+        return sum(count(layer.module) for layer in chain)
+
+    width = 1 + bisect_left(range(1, WIDEST + 1), parameters, key=size)
     if width > WIDEST:
         return Absent(f"no width up to {WIDEST:,} gives the host {parameters:,} parameters")
     made = WidenedHosts(factory, scaled(width))
@@ -156,14 +162,13 @@ class WidenedHosts:
         assert isinstance(host, SegmentedHost)
         chain = _chain(host)
         assert not isinstance(chain, Absent)
-        fresh = dict(zip((layer.module for layer in chain), _layers(chain, self.widths), strict=True))
-        segments = [_replaced(segment, fresh) for segment in host.segments]
+        _resize(chain, self.widths)
         behind: list[int] = []  # the width of the stream behind each segment, 0 in front of the first layer
         for segment in host.segments:
-            wide = [fresh[part] for part in segment.modules() if part in fresh and isinstance(part, _WEIGHTS)]
+            wide = [part for part in segment.modules() if isinstance(part, _WEIGHTS)]
             behind.append(_features(wide[-1])[1] if wide else (behind[-1] if behind else 0))
-        slots = [replace(slot, width=behind[slot.after] or slot.width) for slot in host.slots]
-        return _rebuilt(host, segments, slots)
+        host.slots = tuple(replace(slot, width=behind[slot.after] or slot.width) for slot in host.slots)
+        return host
 
 
 class _ChainLayer(NamedTuple):
@@ -216,57 +221,26 @@ def _chain(host: SegmentedHost) -> list[_ChainLayer] | Absent:
 
 def _features(module: Any) -> tuple[int, int]:
     """Return the numbers of features that a layer reads and returns."""
-    if isinstance(module, _WEIGHTS):
-        axes = known_axes(module)
-        return getattr(module, axes.read), getattr(module, axes.written)
-    size = int(module.normalized_shape[0] if isinstance(module, nn.LayerNorm) else module.num_features)
-    return size, size
+    if isinstance(module, nn.LayerNorm):
+        return module.normalized_shape[0], module.normalized_shape[0]
+    axes = known_axes(module)
+    return getattr(module, axes.read), getattr(module, axes.written)
 
 
-def _layers(chain: Sequence[_ChainLayer], widths: Sequence[int]) -> list[nn.Module]:
-    """Return the layers of a chain at other widths (outputs of those with weights), newly initialised."""
-    made: list[nn.Module] = []
+def _resize(chain: Sequence[_ChainLayer], widths: Sequence[int]) -> None:
+    """Give the layers of a chain other widths (outputs of those with weights), in place and newly initialised."""
     places = iter(widths)
     width = 0
     for layer in chain:
-        old = layer.module
-        ins = width * layer.positions if width else layer.ins
-        new: nn.Module
-        match old:
-            case nn.Linear():
-                width = next(places)
-                new = type(old)(ins, width, bias=old.bias is not None)
-            case nn.Conv2d():
-                width = next(places)
-                names = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
-                kept: dict[str, Any] = {name: getattr(old, name) for name in names}
-                new = nn.Conv2d(ins, width, bias=old.bias is not None, **kept)
-            case nn.LayerNorm():
-                new = nn.LayerNorm(ins, old.eps, old.elementwise_affine, old.bias is not None)
-            case nn.BatchNorm1d() | nn.BatchNorm2d():
-                new = type(old)(ins, old.eps, old.momentum, old.affine, old.track_running_stats)
-            case _:
-                raise AssertionError(type(old).__name__)
-        dtype = next((parameter.dtype for parameter in old.parameters()), None)
-        made.append(new.to(dtype))
-    return made
-
-
-def _size(chain: Sequence[_ChainLayer], widths: Sequence[int]) -> int:
-    """Return the number of parameters of a chain at other widths."""
-    with torch.device("meta"):
-        return sum(map(count, _layers(chain, widths)))
-
-
-def _replaced(module: nn.Module, fresh: dict[nn.Module, nn.Module]) -> nn.Module:
-    if module in fresh:
-        return fresh[module]
-    if type(module) is nn.Sequential:
-        return nn.Sequential(*(_replaced(part, fresh) for part in module))
-    return module
-
-
-def _rebuilt(host: SegmentedHost, segments: Sequence[nn.Module], slots: Sequence[SlotSpec]) -> SegmentedHost:
-    made = SegmentedHost(segments, slots)
-    made.stacks, made.draws = host.stacks, host.draws
-    return made
+        part: Any = layer.module
+        reads = writes = width * layer.positions if width else layer.ins
+        if layer.weighs:
+            writes = width = next(places)
+        dtype = next((parameter.dtype for parameter in part.parameters()), None)
+        for name, own in [*part.named_parameters(), *part.named_buffers()]:
+            if own.dim():  # not the number of batches that a BatchNorm has seen
+                put(part, name, torch.empty((writes, reads, *own.shape[2:])[: own.dim()]))
+        if isinstance(part, nn.LayerNorm):
+            part.normalized_shape = (reads,)
+        part.reset_parameters()
+        part.to(dtype).requires_grad_()  # also where the host has it frozen
