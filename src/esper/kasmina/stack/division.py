@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from esper.kasmina.stack.plan import Indices
+from esper.kasmina.stack.rows import picked_columns
 
 State = Mapping[str, Any]
 
@@ -102,11 +103,7 @@ def joined_snapshots(states: Sequence[State], rows: Sequence[Indices]) -> dict[s
 
 def _picked(stack: State, rows: Indices) -> dict[str, Any]:
     """Return some rows (n,) of the state of a stack."""
-    columns = {
-        name: column.index_select(0, torch.from_numpy(rows).to(column.device))
-        for name, column in stack["columns"].items()
-    }
-    return {**stack, "columns": columns, "steps": stack["steps"][rows]}
+    return {**stack, "columns": picked_columns(stack["columns"], rows), "steps": stack["steps"][rows]}
 
 
 def _joined(stacks: Sequence[State]) -> dict[str, Any]:

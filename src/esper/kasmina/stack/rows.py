@@ -16,12 +16,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.modules.dropout import _DropoutNd
 
 from esper.kasmina.stack.fused import Layers, layers_of, mark
+from esper.kasmina.stack.plan import Indices
 from esper.leyline.data.batches import Batch, arguments, first, map_leaves, picked, run, unstacked
 from esper.leyline.errors import InputError, is_out_of_memory
 from esper.leyline.lifecycle.view import Bools
@@ -115,7 +115,7 @@ warnings.filterwarnings("ignore", message="grad and param do not obey the gradie
 
 Mapping = Literal["auto", "vmap", "loop"]
 Way = Literal["direct", "vmap", "loop"]
-Rows = slice | NDArray[np.int64] | Tensor
+Rows = slice | Indices | Tensor
 """Rows of a stack that a call runs: a slice is a view, indices gather. A compiled pass has them in a tensor (n,) int64."""
 
 
@@ -138,7 +138,43 @@ def stacks_directly(host: nn.Module, part: nn.Module, layers: Layers | None) -> 
     return True in said or (layers is not None and False not in said)
 
 
-class Stack:
+def picked_columns(columns: dict[str, Tensor], rows: Indices) -> dict[str, Tensor]:
+    """Return some rows (n,) of columns, without those of gradients, which are 0 between steps."""
+    index = torch.from_numpy(rows).to(columns["value"].device, non_blocking=True)
+    return {name: column.index_select(0, index) for name, column in columns.items() if name != "gradient"}
+
+
+class Columns:
+    """Holds what has a row axis.
+
+    Attributes:
+        columns (dict[str, Tensor]): (N, ...) by name
+        steps (Indices): (N,) how many optimizer steps each row has taken
+    """
+
+    columns: dict[str, Tensor]
+    steps: Indices
+
+    @torch.no_grad()
+    def put(self, rows: Indices, columns: dict[str, Tensor], steps: Indices) -> None:
+        """Set everything of some rows (n,): a column that is not given, and the gradient, is 0 there."""
+        every = np.array_equal(rows, np.arange(len(self.steps)))
+        for name, column in columns.items():
+            if name not in self.columns and name != "gradient":
+                self.columns[name] = column.new_zeros(len(self.steps), *column.shape[1:])
+        index = torch.from_numpy(rows).to(self.columns["value"].device, non_blocking=True)
+        for name, own in self.columns.items():
+            given = None if name == "gradient" else columns.get(name)
+            if given is None:
+                own.index_fill_(0, index, 0)
+            elif every:
+                own.copy_(given)
+            else:
+                own.index_copy_(0, index, given)
+        self.steps[rows] = steps
+
+
+class Stack(Columns):
     """Keeps copies of a module in one (capacity, P) tensor with one row per copy, and runs them as one.
 
     `columns` holds everything that has a row axis: `value` and `gradient` (capacity, P), the module's buffers, the moments of an
@@ -248,7 +284,7 @@ class Stack:
         return "direct" if stacks_directly(self.module, part, layers) else "vmap"
 
     def __call__(
-        self, x: Batch, rows: Rows, *, part: str = "", frozen: bool = False, keys: NDArray[np.int64] | None = None
+        self, x: Batch, rows: Rows, *, part: str = "", frozen: bool = False, keys: Indices | None = None
     ) -> Tensor:
         """Run the module, or the submodule named `part`, over rows: leaves x (n, B, ...) -> (n, B, ...).
 
@@ -384,22 +420,13 @@ class Stack:
         return module
 
     @torch.no_grad()
-    def take(self, rows: slice, columns: dict[str, Tensor], steps: NDArray[np.int64]) -> None:
-        """Set all columns of some rows, and the optimizer steps (n,) that these have taken."""
-        for name, column in columns.items():
-            if name not in self.columns:
-                self.columns[name] = column.new_zeros(self.capacity, *column.shape[1:])
-            self.columns[name][rows] = column
-        self.steps[rows] = steps
-
-    @torch.no_grad()
     def clear(self, row: int) -> None:
         for column in self.columns.values():
             column[row] = 0
         self.steps[row] = 0
 
     @torch.no_grad()
-    def arrange(self, rows: NDArray[np.int64]) -> None:
+    def arrange(self, rows: Indices) -> None:
         """Move rows so that row i becomes the former row rows[i]; rows from len(rows) on are free."""
         if np.array_equal(rows, np.arange(len(rows))):
             return
@@ -522,7 +549,7 @@ class Stack:
                 leaf.grad = place.of(self.columns["gradient"][rows]).detach()
         return leaf
 
-    def _loop(self, x: Batch, rows: Rows, part: str, frozen: bool, keys: NDArray[np.int64] | None) -> Tensor:
+    def _loop(self, x: Batch, rows: Rows, part: str, frozen: bool, keys: Indices | None) -> Tensor:
         chosen = range(self.capacity)[rows] if isinstance(rows, slice) else rows
         replicas = self._replica_rows(frozen)
         parts = [replicas[row].get_submodule(part) for row in chosen]

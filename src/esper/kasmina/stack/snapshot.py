@@ -4,70 +4,37 @@ A snapshot holds the host and the fossilized seeds, with their optimizer moments
 (semantics, governor).
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from esper.kasmina.lifecycle import edits
 from esper.kasmina.stack.body import Body
 from esper.kasmina.stack.plan import Indices
-from esper.kasmina.stack.rows import Stack
+from esper.kasmina.stack.rows import Columns, Stack, picked_columns
 from esper.kasmina.stack.widening import BodyWidening
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Bools, Seeds, choose
 from esper.store.tensors import Picked
 
 
-class Rows:
-    """Saves the columns of a stack in the order of the environments, without gradients, which are 0 between steps."""
+class _Kept(Columns):
+    """Keeps rows of a stack in the order of the environments, without gradients, which are 0 between steps."""
 
-    def __init__(self, stack: Stack, envs: int) -> None:
-        self.columns: dict[str, Tensor] = {}
-        self.steps = np.zeros(envs, np.int64)
-        self._writes = 0
-        self._follow(stack)
+    def __init__(self, envs: int) -> None:
+        self.columns, self.steps, self._writes = {}, np.zeros(envs, np.int64), 0
 
-    def _follow(self, stack: Stack) -> None:
-        """Make room for each column that the stack has added since."""
-        for name, column in stack.columns.items():
-            if name != "gradient" and name not in self.columns:
-                self.columns[name] = column.new_zeros(len(self.steps), *column.shape[1:])
+    def put(self, rows: Indices, columns: dict[str, Tensor], steps: Indices) -> None:
+        super().put(rows, columns, steps)
+        self._writes += 1
 
-    @torch.no_grad()
     def save(self, stack: Stack, rows: Indices, envs: Indices) -> None:
         """Copy rows (n,) of a stack to the environments (n,) that they belong to."""
-        self._follow(stack)
-        self._writes += 1
-        whole = len(envs) == len(self.steps) and np.array_equal(rows, envs)
-        source, target = (torch.from_numpy(index).to(stack.device, non_blocking=True) for index in (rows, envs))
-        for name, column in self.columns.items():
-            if whole:
-                column.copy_(stack.columns[name][: len(envs)])
-            else:
-                column.index_copy_(0, target, stack.columns[name].index_select(0, source))
-        self.steps[envs] = stack.steps[rows]
-
-    @torch.no_grad()
-    def load(self, stack: Stack, rows: Indices, envs: Indices) -> None:
-        """Copy the saved columns of environments (n,) into rows (n,) of a stack."""
-        self._follow(stack)
-        source, target = (torch.from_numpy(index).to(stack.device, non_blocking=True) for index in (envs, rows))
-        for name, column in self.columns.items():
-            stack.columns[name].index_copy_(0, target, column.index_select(0, source))
-        stack.columns["gradient"].index_fill_(0, target, 0)
-        stack.steps[rows] = self.steps[envs]
-
-    def put(self, envs: Indices, columns: Mapping[str, Tensor], steps: Indices) -> None:
-        """Set what is saved of environments (n,)."""
-        self._writes += 1
-        for name, column in columns.items():
-            if name not in self.columns:
-                self.columns[name] = column.new_zeros(len(self.steps), *column.shape[1:])
-            self.columns[name][torch.from_numpy(envs).to(column.device)] = column
-        self.steps[envs] = steps
+        whole = len(rows) == len(self.steps) and np.array_equal(rows, np.arange(stack.capacity))
+        self.put(envs, stack.columns if whole else picked_columns(stack.columns, rows), stack.steps[rows])
 
     def state(self, envs: Indices) -> dict[str, Any]:
         """Return what is saved of environments (n,), in ascending order; it shares the memory."""
@@ -75,18 +42,18 @@ class Rows:
         return {"columns": columns, "steps": self.steps[envs]}
 
     def load_state(self, state: dict[str, Any], stack: Stack, envs: Indices) -> None:
-        self._follow(stack)
-        self._writes += 1
-        index = torch.from_numpy(envs)
-        for name, column in self.columns.items():
+        columns = {}
+        for name, known in stack.columns.items():
+            if name == "gradient":
+                continue
             given = state["columns"][name]
             given = given.gathered() if isinstance(given, Picked) else given
-            if given.shape[1:] != column.shape[1:] or given.dtype != column.dtype:
+            if given.shape[1:] != known.shape[1:] or given.dtype != known.dtype:
                 raise ValueError(
                     f"{name} of a snapshot is {tuple(given.shape)} {given.dtype}, where another was expected"
                 )
-            column[index.to(column.device)] = given.to(column.device)
-        self.steps[envs] = state["steps"]
+            columns[name] = given.to(stack.device)
+        self.put(envs, columns, state["steps"])
 
 
 class Snapshot:
@@ -100,8 +67,9 @@ class Snapshot:
     def begin(self, body: Body) -> None:
         """Hold nothing yet of the rows of a body, in place of another one."""
         self._body = body
-        self._host = Rows(body.host, len(self.step))
-        self._fossils: dict[tuple[int, int], Rows] = {}
+        self._host, none = _Kept(len(self.step)), np.zeros(0, np.int64)
+        self._host.save(body.host, none, none)  # which makes room
+        self._fossils = defaultdict[tuple[int, int], _Kept](lambda: _Kept(len(self.step)))
 
     def widen(self, widening: BodyWidening) -> None:
         """Hold what was saved as rows of the wider body."""
@@ -112,15 +80,9 @@ class Snapshot:
         for (slot, form), rows in fossils.items():
             blueprint = kept.blueprint[:, slot].astype(np.int64)
             held = (kept.stage[:, slot] == Stage.FOSSILIZED) & (widening.old.layout.form_of[slot, blueprint] == form)
-            index = torch.from_numpy(envs := np.flatnonzero(held))
-            columns = {name: column[index.to(column.device)] for name, column in rows.columns.items()}
+            columns = picked_columns(rows.columns, envs := np.flatnonzero(held))
             for to, of, wider in widening.of_seeds(slot, form, blueprint[envs], columns):
-                self._fossils_of((slot, to)).put(envs[of], wider, rows.steps[envs[of]])
-
-    def _fossils_of(self, at: tuple[int, int]) -> Rows:
-        if at not in self._fossils:
-            self._fossils[at] = Rows(self._body.stacks[at], len(self.step))
-        return self._fossils[at]
+                self._fossils[slot, to].put(envs[of], wider, rows.steps[envs[of]])
 
     def _places(self, seeds: Seeds, rows: Bools) -> Iterator[tuple[tuple[int, int], Indices, Indices]]:
         """Yield for each stack the rows (n,) that hold fossils of the chosen environments, and those environments (n,)."""
@@ -135,7 +97,7 @@ class Snapshot:
             return
         self._host.save(body.host, envs, envs)
         for at, here, owners in self._places(seeds, rows):
-            self._fossils_of(at).save(body.stacks[at], here, owners)
+            self._fossils[at].save(body.stacks[at], here, owners)
         self.seeds = choose(rows, seeds, self.seeds)
         self.step[rows] = step
 
@@ -146,9 +108,10 @@ class Snapshot:
         for old, new in ((seeds, empty), (empty, after)):
             body.edit(edits(old, new), new, lambda env, slot: 0)  # what is drawn by that key is overwritten at once
         envs = np.flatnonzero(rows)
-        self._host.load(body.host, envs, envs)
+        body.host.put(envs, picked_columns(self._host.columns, envs), self._host.steps[envs])
         for at, here, owners in self._places(after, rows):
-            self._fossils[at].load(body.stacks[at], here, owners)
+            fossils = self._fossils[at]
+            body.stacks[at].put(here, picked_columns(fossils.columns, owners), fossils.steps[owners])
         return after
 
     def state(self, now: int) -> dict[str, Any]:
@@ -166,7 +129,7 @@ class Snapshot:
     def load_state(self, state: Mapping[str, Any], seeds: Seeds) -> None:
         body, stale = self._body, state["stale"]
         self.step, self.seeds = state["step"], Seeds(**state["seeds"])
-        self._fossils = {}
+        self._fossils.clear()
         fresh = np.ones(len(self.step), bool)
         fresh[stale] = False
         if fresh.any():
@@ -176,4 +139,4 @@ class Snapshot:
             at = entry["slot"], entry["form"]
             if at not in body.stacks:
                 raise ValueError(f"there is no form {at[1]} at slot {at[0]}")
-            self._fossils_of(at).load_state(entry["rows"], body.stacks[at], stale)
+            self._fossils[at].load_state(entry["rows"], body.stacks[at], stale)

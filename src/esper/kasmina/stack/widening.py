@@ -18,7 +18,7 @@ from esper.kasmina.host import SegmentedHost
 from esper.kasmina.stack.body import Body
 from esper.kasmina.stack.layout import HERE, Layout
 from esper.kasmina.stack.plan import Indices
-from esper.kasmina.stack.rows import Stack
+from esper.kasmina.stack.rows import Stack, picked_columns
 from esper.leyline.data.batches import Batch
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.view import Seeds
@@ -183,24 +183,21 @@ class BodyWidening(NamedTuple):
         forms = self.new.layout.form_of[slot, blueprints]
         for to in np.unique(forms).tolist():
             (of,) = np.nonzero(forms == to)
-            index = torch.from_numpy(of).to(self.new.device)
-            chosen = {name: column.index_select(0, index) for name, column in columns.items()}
-            stack = self.new.room(slot, to)
-            made.append((to, of, _padded(chosen, self.old.stacks[slot, form], stack)))
+            chosen = picked_columns(columns, of)
+            made.append((to, of, _padded(chosen, self.old.stacks[slot, form], self.new.room(slot, to))))
         return made
 
     @torch.no_grad()
     def move(self, seeds: Seeds) -> None:
         """Move the hosts and the seeds (R, S)."""
         old, new = self.old, self.new
-        new.host.take(slice(None), self.of_hosts(old.host.columns), old.host.steps)
+        new.host.put(np.arange(old.host.capacity), self.of_hosts(old.host.columns), old.host.steps)
         for (slot, form), envs in old.envs.items():
             held = {name: column[: len(envs)] for name, column in old.stacks[slot, form].columns.items()}
             for to, of, columns in self.of_seeds(slot, form, seeds.blueprint[envs, slot].astype(np.int64), held):
                 stack, known = new.stacks[slot, to], new.envs[slot, to]
-                rows = slice(len(known), len(known) + len(of))
-                stack.reserve(rows.stop)
-                stack.take(rows, columns, old.stacks[slot, form].steps[of])
+                stack.reserve(len(known) + len(of))
+                stack.put(len(known) + np.arange(len(of)), columns, old.stacks[slot, form].steps[of])
                 new.envs[slot, to] = np.append(known, envs[of])
         new.arrange(seeds)
 
