@@ -17,11 +17,9 @@ from esper.kasmina.graft.recording import (
     factors,
     floats,
     inputs_first,
-    on_aliases,
-    record,
+    recorded,
     replaced,
     run,
-    submodules,
     tensors,
     untouched,
 )
@@ -74,15 +72,12 @@ class Hidden(NamedTuple):
 class Candidates:
     """Applies rules about sites to the submodules of a module, by dotted path, from a recorded run."""
 
-    def __init__(
-        self, module: nn.Module, recording: Recording, weights: dict[str, Tensor], examples: int, example: Any
-    ) -> None:
-        self._loss, self._calls, self._examples = recording.loss, recording.calls, examples
+    def __init__(self, recording: Recording, examples: int, example: Any) -> None:
+        self._loss, self._calls, self._examples, order = recording.loss, recording.calls, examples, recording.order
         given = next(tensors(example))
         self._input = tuple(given.shape) if given.is_floating_point() else None
-        self._modules = submodules(module)
-        order = inputs_first(recording.loss.grad_fn)
-        matrices = {id(weight) for weight in weights.values() if weight.dim() >= 2}
+        self._modules = {path: part for path, part in recording.parts.items() if path}
+        matrices = {id(weight) for weight in recording.weights.values() if weight.dim() >= 2}
         products = {node: factors(node) & matrices for node in order if PRODUCT.search(node.name())}
         self._nodes = set(order)
         self._readers: dict[Node, list[Node]] = {}
@@ -806,8 +801,8 @@ def find_sites(module: nn.Module, example: Any, loss: Callable[[Any], Tensor] | 
     check_module(module)
     examples = _examples(example)
 
-    with on_aliases(module, started=True) as weights:
-        candidates = Candidates(module, record(module, example, loss), weights, examples, example)
+    with recorded(module, example, loss, started=True) as recording:
+        candidates = Candidates(recording, examples, example)
         for choice in candidates.choices():
             chosen, left_out = candidates.sifted(choice)
             if chosen:
@@ -844,11 +839,10 @@ def find_hidden(module: nn.Module, example: Any) -> tuple[list[Hidden], list[str
     check_module(module)
     examples = _examples(example)
 
-    with on_aliases(module) as weights:
-        recording = record(module, example, None)
-        own = [path for path, part in submodules(module).items() if any(True for _ in part.parameters(recurse=False))]
-        idle = [path for path in own if path not in recording.calls]
-        hidden = Candidates(module, recording, weights, examples, example).hidden()
+    with recorded(module, example) as recording:
+        not_called = {path: part for path, part in recording.parts.items() if path and path not in recording.calls}
+        idle = [path for path, part in not_called.items() if any(True for _ in part.parameters(recurse=False))]
+        hidden = Candidates(recording, examples, example).hidden()
     return hidden, idle
 
 

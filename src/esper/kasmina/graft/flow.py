@@ -1,15 +1,15 @@
 """Follow features through one recorded run of a network: which layers a layer's inputs come from, and through what."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import Node
 
 from esper.kasmina.graft.find_sites import EMBEDDINGS
 from esper.kasmina.graft.grown import class_of
-from esper.kasmina.graft.recording import PRODUCT, Recording, before, factors, inputs_first, submodules
+from esper.kasmina.graft.recording import PRODUCT, Recording, before, factors
 from esper.leyline.errors import InputError
 from esper.leyline.text import with_article
 
@@ -32,22 +32,20 @@ class Flow:
     """Records the layers of a network, and what flows between them in one run on an example.
 
     Attributes:
-        parts (dict[str, nn.Module]): the submodules by dotted path, the network itself among them
-        calls (dict[str, list[Call]]): their calls
+        parts, weights, calls, order: those of the recording
         layers (set[str]): those of known kinds that multiply what flows by a weight
         doubles (dict[str, str]): layers that share all parameters with one of `layers`, with its path
-        order (list[Node]): the autograd graph, inputs first
         passed (dict[Node, str]): nodes of layers that are no `layers`, as they multiply along another axis than that of features
     """
 
-    def __init__(self, module: nn.Module, recording: Recording, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, recording: Recording) -> None:
         """Raise InputError if a submodule did not run, or is a layer of a kind that is not known."""
-        self.parts, self.calls = {"": module, **submodules(module)}, recording.calls
+        self.parts, self.weights, self.calls, _, self.order = recording
+        weights = self.weights
         held = [path for path, part in self.parts.items() if any(True for _ in part.parameters(recurse=False))]
         known = [path for path in held if self._is_layer(path)]
         embeddings = {path for path in known if isinstance(self.parts[path], EMBEDDINGS)}
         matrices = {id(own) for name, own in weights.items() if name.rpartition(".")[0] in set(known) - embeddings}
-        self.order = inputs_first(recording.loss.grad_fn)
         products = [factors(node) for node in self.order if PRODUCT.search(node.name())]
         multiplied = set[int]().union(*(each & matrices or each for each in products))
         # an embedding may hold a table that a module around it reads as a whole, as one of learned queries
@@ -67,22 +65,21 @@ class Flow:
                 raise InputError(self._why_unknown(path))
             if path and path not in running and path not in inside | set(self.doubles):
                 raise InputError(f"{path!r} did not run on the example; give an example on which every layer runs")
-        self.owner, self.passed = self._owners(weights), dict[Node, str]()
+        self.owner, self.passed = self._owners(), dict[Node, str]()
 
     def _is_layer(self, path: str) -> bool:
         part = self.parts[path]
         known = isinstance(part, (nn.Linear, nn.MultiheadAttention, *RECURRENT, *CONVOLUTIONS, *EMBEDDINGS))
         return known or class_of(part).__name__ == "Conv1D"
 
-    def _owners(self, weights: Mapping[str, Tensor]) -> dict[Node, str]:
+    def _owners(self) -> dict[Node, str]:
         """Return the layer by whose weight each product multiplies. InputError if it is the weight of no known layer."""
-        names = {id(parameter): name for name, parameter in self.parts[""].named_parameters()}
         holders: dict[int, list[str]] = {}
         for path, part in self.parts.items():
             layer = next((each for each in self.layers if path.startswith(f"{each}.")), self.doubles.get(path, path))
             for own in part._parameters.values():
                 if own is not None and own.dim() >= 2:
-                    holders.setdefault(id(weights[names[id(own)]]), []).append(layer)
+                    holders.setdefault(id(own), []).append(layer)
         found: dict[Node, str] = {}
         for node in self.order:
             embeds = "Embedding" in node.name()

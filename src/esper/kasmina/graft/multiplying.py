@@ -25,16 +25,7 @@ from torch.autograd.graph import Node
 from esper.kasmina.graft.find_sites import EMBEDDINGS, Hidden, check_module
 from esper.kasmina.graft.flow import CONVOLUTIONS, RECURRENT, Flow, Reach
 from esper.kasmina.graft.folding import known_axes, successor
-from esper.kasmina.graft.recording import (
-    PRODUCT,
-    Recording,
-    before,
-    distance,
-    on_aliases,
-    record,
-    results,
-    saved,
-)
+from esper.kasmina.graft.recording import PRODUCT, Recording, before, distance, recorded, results, saved
 from esper.kasmina.graft.widening import Outputs, axes_of, check_own_weight
 from esper.leyline.errors import InputError, in_words
 
@@ -146,8 +137,8 @@ class Multiplication:
         self._flattens = False  # whether a layer reads the positions of maps, or several streams side by side
         self._divided: set[str] = set()  # parameters of norms in front of a layer that is tied to one that writes
         check_module(module)
-        with on_aliases(module) as weights:
-            self._find(record(module, example, lambda out: distance(results(out))), weights)
+        with recorded(module, example, lambda out: distance(results(out))) as recording:
+            self._find(recording)
         # buffers of a person's modules that may be added to a stream
         streams = {width for path, width in self.widths.items() if (path, False) in self._streams}
         for path, part in self._flow.parts.items() if variant == "buffers" else ():
@@ -159,8 +150,8 @@ class Multiplication:
         if variant == "positions" and not self.positions:
             raise InputError("no layer mixes positions")
 
-    def _find(self, recording: Recording, weights: Mapping[str, Tensor]) -> None:
-        self._flow = flow = Flow(self._module, recording, weights)
+    def _find(self, recording: Recording) -> None:
+        self._flow = flow = Flow(recording)
         outer = flow.reach(before(recording.loss.grad_fn), "")
         for node in flow.order if self._variant == "positions" else ():
             path = flow.owner.get(node, "")
@@ -187,7 +178,7 @@ class Multiplication:
         self._external, self._inner = set(outer.nodes), dict[Node, bool]()
         # What reads no layer reads the input of the network, or norms and parameters alone. Of these, learned queries are inner
         # features where they are also added to some.
-        own = {id(weight) for name, weight in weights.items() if name.rpartition(".")[0] not in flow.layers}
+        own = {id(weight) for name, weight in flow.weights.items() if name.rpartition(".")[0] not in flow.layers}
         fed = {path for path, reach in reads.items() if reach.layers}
         leaves = {node for path in fed for node in reads[path].nodes if id(getattr(node, "variable", None)) in own}
         fed |= {path for path, reach in reads.items() if leaves & reach.nodes.keys()}
@@ -204,7 +195,7 @@ class Multiplication:
                 writing=path not in outer.layers.keys() | single and path not in self._written,
             )
         self._grow_norms()
-        self._grow_parameters(weights)
+        self._grow_parameters()
         tables: tuple[dict[str, Any], ...] = self.counts, self.axes
         for path, first in flow.doubles.items():
             if isinstance(flow.parts[path], EMBEDDINGS):
@@ -434,9 +425,9 @@ class Multiplication:
             if small:
                 self.epsilons[where] = small
 
-    def _grow_parameters(self, weights: Mapping[str, Tensor]) -> None:
+    def _grow_parameters(self) -> None:
         """Note the parameters of other modules: positions, tokens, scales of features, and the weights of norms."""
-        names = {id(weight): name for name, weight in weights.items()}
+        names = {id(weight): name for name, weight in self._flow.weights.items()}
         factor = {each for node in self._flow.order if node.name().startswith("Mul") for each in _leaves(node)}
         behind_heads = {
             path
@@ -453,7 +444,7 @@ class Multiplication:
                 path.startswith(f"{layer}.") for layer in self._flow.layers
             ):
                 continue
-            shape = tuple(weights[name].shape)
+            shape = tuple(self._flow.weights[name].shape)
             wanted, over = streams, self._normalises(path)
             if self._inner[node] and self._heads:
                 if any(length == heads.size > 1 for length in shape for heads in self._heads.values()):
@@ -475,10 +466,11 @@ class Multiplication:
                 self.scales[name] = None
             if over:
                 self._note_norm(path)
-        self._grow_idle(weights)
+        self._grow_idle()
 
-    def _grow_idle(self, weights: Mapping[str, Tensor]) -> None:
+    def _grow_idle(self) -> None:
         """Note the parameters that took no part, beside those of a stream in one module, as a token for masked places."""
+        weights = self._flow.weights
         ran = {id(getattr(node, "variable", None)) for node in self._flow.order}
         for path, part in self._flow.parts.items():
             own = {_prefix(path) + name: value for name, value in part._parameters.items() if value is not None}

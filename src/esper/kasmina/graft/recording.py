@@ -49,12 +49,18 @@ class Recording(NamedTuple):
     """Records one forward pass.
 
     Attributes:
+        parts (dict[str, nn.Module]): the submodules by dotted path, the module itself among them
+        weights (dict[str, Tensor]): the aliases that are in the places of the parameters, by name
         calls (dict[str, list[Call]]): by dotted path, in the order in which the submodules first returned
         loss (Tensor): () the loss, with its graph
+        order (list[Node]): the graph, each node behind those that it depends on
     """
 
+    parts: dict[str, nn.Module]
+    weights: dict[str, Tensor]
     calls: dict[str, list[Call]]
     loss: Tensor
+    order: list[Node]
 
 
 @contextmanager
@@ -87,13 +93,16 @@ def on_aliases(module: nn.Module, *, started: bool = False) -> Iterator[dict[str
             )
 
 
-def record(module: nn.Module, example: Any, loss: Callable[[Any], Tensor] | None) -> Recording:
-    """Run the module once on the example and record every call of a submodule.
+@contextmanager
+def recorded(
+    module: nn.Module, example: Any, loss: Callable[[Any], Tensor] | None = None, *, started: bool = False
+) -> Iterator[Recording]:
+    """Run the module once on the example, on aliases (`on_aliases`), which stay inside the block, and yield what was recorded.
 
     Without a loss, the loss is `distance` of the output. Raises InputError if the module cannot run on the example, or
     if the loss is not a number that depends on the module.
     """
-    calls, entered = dict[str, list[Call]](), list[Stream]()  # a stack, because calls nest
+    parts, calls, entered = submodules(module), dict[str, list[Call]](), list[Stream]()  # a stack, because calls nest
 
     def enter(_: nn.Module, arguments: Any, named: Any) -> None:
         entered.append(_stream((arguments, named)))
@@ -102,22 +111,23 @@ def record(module: nn.Module, example: Any, loss: Callable[[Any], Tensor] | None
         called = Call(*entered.pop(), *_stream(output), not isinstance(output, Tensor))
         calls.setdefault(path, []).append(called)
 
-    with ExitStack() as hooks:
-        for path, each in submodules(module).items():
-            hooks.enter_context(each.register_forward_pre_hook(enter, with_kwargs=True))
-            hooks.enter_context(each.register_forward_hook(partial(leave, path)))
-        output = run(module, example)
-    with in_words("the loss cannot take the output of the module", "correct the loss"):
-        value = (loss or distance)(output)
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
-        raise InputError(f"the loss is {what}; return a tensor with one number")
-    if value.grad_fn is None:
-        raise InputError(
-            f"the loss does not depend on the parameters of {type(module).__name__}: it has no gradient; run the forward without "
-            "torch.no_grad() and without detach()"
-        )
-    return Recording(calls, value)
+    with on_aliases(module, started=started) as weights:
+        with ExitStack() as hooks:
+            for path, each in parts.items():
+                hooks.enter_context(each.register_forward_pre_hook(enter, with_kwargs=True))
+                hooks.enter_context(each.register_forward_hook(partial(leave, path)))
+            output = run(module, example)
+        with in_words("the loss cannot take the output of the module", "correct the loss"):
+            value = (loss or distance)(output)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
+            raise InputError(f"the loss is {what}; return a tensor with one number")
+        if value.grad_fn is None:
+            raise InputError(
+                f"the loss does not depend on the parameters of {type(module).__name__}: it has no gradient; run the forward "
+                "without torch.no_grad() and without detach()"
+            )
+        yield Recording({"": module, **parts}, weights, calls, value, inputs_first(value.grad_fn))
 
 
 def run(module: nn.Module, example: Any) -> Any:

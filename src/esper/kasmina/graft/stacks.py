@@ -33,7 +33,7 @@ from esper.kasmina.graft.grown import (
 )
 from esper.kasmina.graft.multiplying import configs, saved_with_configs
 from esper.kasmina.graft.planted import Bank, Mode, Planted
-from esper.kasmina.graft.recording import call, distance, floats, mapped, on_aliases, record, results
+from esper.kasmina.graft.recording import call, distance, floats, mapped, recorded, results
 from esper.kasmina.slot import Seed
 from esper.leyline.errors import InputError, in_words
 from esper.leyline.lifecycle.actions import Blend
@@ -317,8 +317,8 @@ def blocks_of_one_class(container: Any, at: int) -> int:
 
 def silenced(model: nn.Module, block: str, example: Any) -> Iterator[list[str]]:
     """Yield sets of the parameters of a block, by their names in it, which make its output 0 where they are 0."""
-    with on_aliases(model) as weights:
-        flow = Flow(model, record(model, example, None), weights)
+    with recorded(model, example) as recording:
+        flow = Flow(recording)
         if (node := flow.node(block)) is None:
             first = next(path for path, part in model.named_modules() if part is model.get_submodule(block))
             if first != block:
