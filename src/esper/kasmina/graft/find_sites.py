@@ -296,14 +296,13 @@ class Candidates:
         """
         return path if (widths := self._widths(path)) is None else widths[0]
 
-    def reads(self, path: str) -> int | None:
-        """Return the number of features that a bypass at a site reads; None if its submodule reads another kind of tensor."""
-        if (widths := self._widths(path)) is not None:
-            return widths[1]
-        call = self._calls[path][0]
-        if call.entered is None or call.left is None or len(call.entered) != len(call.left):
-            return None
-        return call.entered[self._features(path, len(call.left))]
+    def reads(self, source: str, target: str) -> int:
+        """Return the number of features that a seed behind a target reads in front of a source, "" for the network.
+
+        It is 0 if there is another kind of tensor in front of the source.
+        """
+        read, left = self._calls[source][0].entered if source else self._input, self._calls[target][0].left
+        return read[self._features(target, len(left))] if read and left and len(read) == len(left) else 0
 
     def _widths(self, path: str) -> tuple[str, int, int, int] | None:
         """Return what is spanned with a layer behind a narrow place, and the widths in front of, at and behind the place."""
@@ -350,17 +349,17 @@ class Candidates:
             size, kind = 2, "layers" if row[0] in self._layers else "blocks"
             while size <= len(row):
                 for ends in zip(row[::size], row[size - 1 :: size], strict=False):
-                    found[ends] = self._read(*ends), f"around {size} {kind} between equal streams"
+                    found[ends] = self.reads(*ends), f"around {size} {kind} between equal streams"
                 size *= 2
             if len(row) > 1:
                 ends = row[0], row[-1]
-                found.setdefault(ends, (self._read(*ends), f"around all {len(row)} {kind} between equal streams"))
+                found.setdefault(ends, (self.reads(*ends), f"around all {len(row)} {kind} between equal streams"))
         latest = {self._calls[path][0].left: path for path in units}
         for path in latest.values():
             sources = [self.span(path), *(source for source, target in found if target == path)]
             already = any(not source or self._calls[source][0].source is None for source in sources)
             if not already and self._input_fits(path):
-                found["", path] = self._read("", path), "from the input of the network"
+                found["", path] = self.reads("", path), "from the input of the network"
         return found
 
     def _wide(self, path: str) -> tuple[str, int, int, int] | None:
@@ -380,17 +379,10 @@ class Candidates:
                 waiting += () if node in writers else before(node)
         if len({reader for node in between for reader in self._readers.get(node, ())} - between) != 1:
             return None
-        call, read = self._calls[path][0], self._calls[first][0].entered
-        if (
-            call.entered is None
-            or call.left is None
-            or read is None
-            or not len(read) == len(call.entered) == len(call.left)
-        ):
-            return None
-        axis = self._features(path, len(call.left))
-        widths = read[axis], call.entered[axis], call.left[axis]
-        return (first, *widths) if widths[0] < widths[1] > widths[2] else None
+        stream = self.stream(path)
+        assert isinstance(stream, Stream), "a seed can be behind the second layer"
+        widths = self.reads(first, path), self.reads(path, path), stream.width
+        return (first, *widths) if 0 < widths[0] < widths[1] > widths[2] else None
 
     def _rows(self, units: Collection[str]) -> list[list[str]]:
         """Return the longest rows of submodules each of which reads what the one in front of it returned, all in one shape."""
@@ -407,13 +399,6 @@ class Candidates:
             else:
                 row.append(path)
         return rows
-
-    def _read(self, source: str, target: str) -> int:
-        """Return the number of features that a seed behind the target reads in front of the source."""
-        read, left = self._calls[source][0].entered if source else self._input, self._calls[target][0].left
-        assert read is not None, "the stream in front of the source is known"
-        assert left is not None, "the target has a stream"
-        return read[self._features(target, len(left))]
 
     def _input_fits(self, path: str) -> bool:
         """Return whether a seed behind a submodule can read the input of the network."""
@@ -822,7 +807,8 @@ def find_sites(module: nn.Module, example: Any, loss: Callable[[Any], Tensor] | 
         causal = causal_paths(module, example, sequences)
         sites = [Site(path, path, candidates.span(path), streams[path], path in causal) for path in chosen]
         further = {path: Site(path, path, path, streams[path], path in causal) for path in parts}
-        reads = {path: candidates.reads(path) for path in (*chosen, *parts)}
+        each_site = [*sites, *further.values()]
+        reads = {site.name: candidates.reads(site.around, site.name) or None for site in each_site}
         why = {**dict.fromkeys(parts, "a part with several layers"), **chosen}
         spans = {
             (source, target): Span(Site(target, target, source, streams[target], target in causal), read, why)
