@@ -304,27 +304,24 @@ class Candidates:
         read, left = self._calls[source][0].entered if source else self._input, self._calls[target][0].left
         return read[self._features(target, len(left))] if read and left and len(read) == len(left) else 0
 
-    def _widths(self, path: str) -> tuple[str, int, int, int] | None:
-        """Return what is spanned with a layer behind a narrow place, and the widths in front of, at and behind the place."""
-        if path not in self._layers or len(self._calls[path]) != 1:
+    def _widths(self, path: str) -> tuple[str, int, int] | None:
+        """Return what is spanned with a layer behind a narrow place, and the widths in front of and at the place."""
+        left, between = self._calls[path][0].left or (), self.reads(path, path)
+        if path not in self._layers or len(self._calls[path]) != 1 or not between:
             return None
-        call, head = self._calls[path][0], self._is_head(path)
-        if call.entered is None or call.left is None:
-            return None
-        stream = self.stream(path)
+        after, head, stream = left[self._features(path, len(left))], self._is_head(path), self.stream(path)
         # whether the network's input has its axes in that order
         known = isinstance(stream, str) or not stream.permutation
-        axis, rank = self._features(path, len(call.left)), len(call.left)
-        between, after, at, found = call.entered[axis], call.left[axis], path, None
-        while (first := self._pair(at)) is not None or head:
-            read = self._calls[first][0].entered if first is not None else self._input if known else None
-            if read is None or not rank == len(call.entered) == len(read) or not (head or between < after):
+        at, found = path, None
+        while (first := self._pair(at)) is not None or (head and known):
+            read = self.reads(first or "", path)
+            if not read or not (head or between < after):
                 break
-            if read[axis] > between:
-                found = first or "", read[axis], between, after
+            if read > between:
+                found = first or "", read, between
             if first is None:
                 break
-            between, at = max(between, read[axis]), first
+            between, at = max(between, read), first
         return found
 
     def spans(self, sites: Collection[str]) -> dict[tuple[str, str], tuple[int, str]]:
@@ -474,7 +471,7 @@ class Candidates:
     def _behind_narrow(self, path: str) -> str:
         """Return the reason for a site behind a narrow place; empty where there is none."""
         widths = self._widths(path)
-        return "" if widths is None else "a bypass reads {} features past a place of {}".format(*widths[1:3])
+        return "" if widths is None else "a bypass reads {} features past a place of {}".format(*widths[1:])
 
     # Streams.
 
