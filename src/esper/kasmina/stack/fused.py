@@ -4,7 +4,7 @@ Autograd keeps a node for each of them, computes the gradients of weights transp
 gradient column. Together this is a tenth of a training step. The numbers of both ways are equal to rounding.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -64,28 +64,20 @@ class RowMap:
         ]
 
 
-class ReLU:
-    """Computes max(x, 0)."""
+class _Activation(NamedTuple):
+    """Applies a function of each feature."""
 
-    tensors: ClassVar = ()
-    run = staticmethod(torch.relu)
-    run_own = staticmethod(torch.relu_)
+    run: Callable[[Tensor], Tensor]
+    run_own: Callable[[Tensor], Tensor]  # the same in place
+    gradient: Callable[[Tensor, Tensor], Tensor]  # of x, from that of the output and the output
+    tensors: tuple[str, ...] = ()
 
-    @staticmethod
-    def back(dy: Tensor, x: Tensor, y: Tensor, needed: Needed) -> list[Tensor | None]:
-        return [torch.ops.aten.threshold_backward(dy, y, 0)]
+    def back(self, dy: Tensor, x: Tensor, y: Tensor, needed: Needed) -> list[Tensor | None]:
+        return [self.gradient(dy, y)]
 
 
-class Tanh:
-    """Computes tanh(x)."""
-
-    tensors: ClassVar = ()
-    run = staticmethod(torch.tanh)
-    run_own = staticmethod(torch.tanh_)
-
-    @staticmethod
-    def back(dy: Tensor, x: Tensor, y: Tensor, needed: Needed) -> list[Tensor | None]:
-        return [torch.ops.aten.tanh_backward(dy, y)]
+ReLU = _Activation(torch.relu, torch.relu_, lambda dy, y: torch.ops.aten.threshold_backward(dy, y, 0))
+Tanh = _Activation(torch.tanh, torch.tanh_, torch.ops.aten.tanh_backward)
 
 
 class RowFloor:
