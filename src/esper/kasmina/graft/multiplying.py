@@ -341,12 +341,8 @@ class Multiplication:
                     raise InputError(f"{path!r} returns several channels for each of its {part.groups} groups")
                 counts |= {"groups": part.groups, "in_channels": part.in_channels}
                 into = None
-        self._grow(
-            f"{prefix}weight",
-            *([into._replace(axis=reads)] if into else []),
-            *([out._replace(axis=writes)] if out else []),
-        )
-        self._grow(f"{prefix}bias", *([out] if out else []))
+        self._grow(f"{prefix}weight", into and into._replace(axis=reads), out and out._replace(axis=writes))
+        self._grow(f"{prefix}bias", out)
         counts |= {
             name: getattr(part, name)
             for name, own in zip(names, (out, into), strict=True)
@@ -354,31 +350,24 @@ class Multiplication:
         }
 
     def _grow_recurrent(self, part: Any, path: str, into: Axis | None, out: Axis | None) -> None:
-        cell = isinstance(part, nn.RNNCellBase)
-        if not cell and part.proj_size:
+        if getattr(part, "proj_size", 0):
             raise InputError(f"{path!r} is an LSTM with proj_size, which is not known")
-        prefix, counts = _prefix(path), self.counts[path]
+        counts = self.counts[path]
         counts |= {"input_size": part.input_size} if into else {}
         counts |= {"hidden_size": part.hidden_size} if out else {}
-        for layer in range(1 if cell else part.num_layers):
-            ends = [f"_l{layer}", f"_l{layer}_reverse"]
-            for end in [""] if cell else ends[: 1 + part.bidirectional]:
-                inner = out and Axis(1, reads=True, stream=out.stream)
-                for name, read in (
-                    ("weight_ih", into if layer == 0 else inner),
-                    ("weight_hh", inner),
-                    ("bias_ih", None),
-                    ("bias_hh", None),
-                ):
-                    self._grow(f"{prefix}{name}{end}", *([read] if read else []), *([out] if out else []))
+        inner = out and Axis(1, reads=True, stream=out.stream)
+        for name in part._parameters:
+            first = re.match(r"weight_ih($|_l0($|_))", name)  # of a cell, or of the first layer in a direction
+            read = into if first else inner if name.startswith("weight") else None
+            self._grow(_prefix(path) + name, read, out)
 
-    def _grow(self, name: str, *axes: Axis, added: bool = False) -> None:
-        """Note the axes of a parameter or buffer, if there is one. InputError if it cannot change.
+    def _grow(self, name: str, *given: Axis | None, added: bool = False) -> None:
+        """Note the axes of a parameter or buffer, if there are any. InputError if it cannot change.
 
         added: whether what is frozen may become wider too, as a table of positions that is added to a stream.
         """
         path, _, entry = name.rpartition(".")
-        part = self._flow.parts[path]
+        part, axes = self._flow.parts[path], [axis for axis in given if axis is not None]
         own = part._parameters.get(entry, part._buffers.get(entry))
         if own is None and getattr(part, entry, None) is not None:
             raise InputError(f"{name} is computed from other parameters before each pass")
