@@ -5,7 +5,6 @@ and refuses those that are not allowed. Each takes a handful of array operations
 module; `Body.edit` makes and frees modules as the `Edits` say.
 """
 
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -180,18 +179,13 @@ def doses(seeds: Seeds) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
 def uprooted(seeds: Seeds, rows: Bools, embargo: int) -> Seeds:
     """Return the state without the seeds of some rows, (E,) bool, that are not fossilized; their slots rest."""
     gone = rows[:, None] & among(seeds.stage, IN_BUDGET) & (seeds.stage != Stage.FOSSILIZED)
+    return emptied(seeds, gone, Stage.EMBARGOED if embargo else Stage.DORMANT)
+
+
+def emptied(seeds: Seeds, gone: Bools, stage: Stage = Stage.DORMANT) -> Seeds:
+    """Return the state in which some slots, (E, S) bool, are empty and at a stage."""
     after = copied(seeds)
-    after.stage[gone] = Stage.EMBARGOED if embargo else Stage.DORMANT
-    after.age[gone] = 0
-    _clear(after, gone)
-    return after
-
-
-def emptied(seeds: Seeds, row: int, slots: Sequence[int]) -> Seeds:
-    """Return the state with some slots of a row empty."""
-    after, gone = copied(seeds), np.zeros(seeds.stage.shape, bool)
-    gone[row, list(slots)] = True
-    after.stage[gone], after.age[gone] = Stage.DORMANT, 0
+    after.stage[gone], after.age[gone] = stage, 0
     _clear(after, gone)
     return after
 

@@ -427,7 +427,9 @@ class Engine(Generic[P]):
         """Empty slots whose seeds have become part of the host, and keep the network as it is now to roll back to."""
         state, population = self.state, self.population
         self.space = _of_environments(population.space, self.config.envs)
-        state.seeds = emptied(state.seeds, row, slots)
+        gone = np.zeros(state.seeds.stage.shape, bool)
+        gone[row, list(slots)] = True
+        state.seeds = emptied(state.seeds, gone)
         population.edit(edits(state.seeds, state.seeds), state.seeds, state.step)
         state.scores = state.scores._replace(added_params=population.added_params(state.seeds))
         state.masks = self._legal(state.seeds, state.measurements)
