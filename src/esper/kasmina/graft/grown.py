@@ -10,7 +10,8 @@ import copyreg
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -375,7 +376,11 @@ def grown_class(original: type[nn.Module]) -> type[nn.Module]:
         if has_own_files(original):
             body["save_pretrained"] = _save_pretrained_of(original)
         if issubclass(original, nn.Sequential):
-            body |= {"__iter__": _own_children, "__len__": _count_children, "__getitem__": _child}
+            body |= {
+                "__iter__": lambda self: iter(_own_children(self).values()),
+                "__len__": lambda self: len(_own_children(self)),
+                "__getitem__": lambda self, index: nn.Sequential(_own_children(self))[index],
+            }
         _CLASSES[original] = type(f"Grown{original.__name__}", (original,), body)
     return _CLASSES[original]
 
@@ -444,24 +449,9 @@ def _remake(original: type[nn.Module], make: Callable[..., nn.Module], arguments
     return module
 
 
-def _own_children(self: nn.Sequential) -> Iterator[nn.Module]:
-    """Iterate over the modules of an nn.Sequential that its forward runs, without the seed."""
-    return iter([child for name, child in self._modules.items() if name != CHILD])
-
-
-def _count_children(self: nn.Sequential) -> int:
-    return len(self._modules) - (CHILD in self._modules)
-
-
-def _child(self: nn.Sequential, index: Any) -> Any:
-    """Return an entry of an nn.Sequential, or a slice of it, without the seed."""
-    if isinstance(index, slice):
-        named = [(name, child) for name, child in self._modules.items() if name != CHILD]
-        part = nn.Sequential()
-        for name, child in named[index]:
-            part.add_module(name, child)
-        return part
-    return list(self)[index]
+def _own_children(self: nn.Sequential) -> OrderedDict[str, Any]:
+    """Return the modules of an nn.Sequential that its forward runs, without the seed, by name."""
+    return OrderedDict((name, child) for name, child in self._modules.items() if name != CHILD)
 
 
 def swap(module: nn.Module) -> Point:
