@@ -26,42 +26,21 @@ from esper.leyline.data.batches import Batch, arguments, first, map_leaves, pick
 from esper.leyline.errors import InputError, is_out_of_memory
 from esper.leyline.lifecycle.view import Bools
 
-_MAPS = 5  # number of axes of maps with a row axis
-
-
-def select_rows(stream: Tensor, where: Tensor | None) -> Tensor:
-    """Select some rows of a stream, or all: a node of its own either way, so that gradients are summed in one order."""
-    if where is None:
-        return stream.view_as(stream)
-    return _first(_last(stream).index_select(0, where))
-
-
-def append_rows(stream: Tensor | None, more: Tensor) -> Tensor:
-    """Append rows to rows."""
-    return more if stream is None else _first(torch.cat([_last(stream), _last(more)]))
+MAPS = 5  # number of axes of maps with a row axis
 
 
 def stack_rows(outputs: Sequence[Tensor]) -> Tensor:
     """Stack rows (B, ...) into one stream; a single row is not copied."""
     if len(outputs) == 1:
         return outputs[0].unsqueeze(0)
-    if outputs[0].dim() == _MAPS - 1:
-        return _first(torch.stack([output.movedim(1, -1) for output in outputs]))
+    if outputs[0].dim() == MAPS - 1:
+        return moved_first(torch.stack([output.movedim(1, -1) for output in outputs]))
     return torch.stack(list(outputs))
 
 
 def channels_last(x: Tensor) -> Tensor:
     """Return the same stream with the channels of maps last in memory."""
-    return _first(_last(x).contiguous()) if x.dim() == _MAPS else x
-
-
-def in_layout_of(h: Tensor, y: Tensor) -> Tensor:
-    """Return y in the memory layout of h.
-
-    The layout decides which kernel runs next, and so its last bit, which must not depend on whether a seed grew.
-    """
-    same = y.dim() != _MAPS or y.stride() == h.stride()
-    return y if same else torch.empty_like(h).copy_(y)
+    return moved_first(moved_last(x).contiguous()) if x.dim() == MAPS else x
 
 
 def energy(stream: Tensor) -> Tensor:
@@ -70,12 +49,14 @@ def energy(stream: Tensor) -> Tensor:
     return wide.square().sum(tuple(range(1, stream.dim())))
 
 
-def _last(x: Tensor) -> Tensor:
-    return x.movedim(2, -1) if x.dim() == _MAPS else x
+def moved_last(x: Tensor) -> Tensor:
+    """Return a view of a stream with the channels of maps in the last axis."""
+    return x.movedim(2, -1) if x.dim() == MAPS else x
 
 
-def _first(x: Tensor) -> Tensor:
-    return x.movedim(-1, 2) if x.dim() == _MAPS else x
+def moved_first(x: Tensor) -> Tensor:
+    """Return the inverse of `moved_last`."""
+    return x.movedim(-1, 2) if x.dim() == MAPS else x
 
 
 ALIGNED = 16

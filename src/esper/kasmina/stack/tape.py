@@ -12,7 +12,7 @@ from torch import Tensor
 
 from esper.kasmina.slot import Straight, blend_change
 from esper.kasmina.stack.fused import gradients_of, streams_of
-from esper.kasmina.stack.rows import Rows, Stack, append_rows, in_layout_of, select_rows
+from esper.kasmina.stack.rows import MAPS, Rows, Stack, moved_first, moved_last
 from esper.leyline.data.batches import Batch
 from esper.leyline.lifecycle.streams import Stream
 
@@ -32,12 +32,12 @@ class PassOperations:
         return x.detach()
 
     def select(self, x: Any, where: Tensor | None) -> Any:
-        """Select some rows of a stream, or all."""
-        return select_rows(x, where)
+        """Select some rows of a stream, or all: a node of its own either way, so that gradients are summed in one order."""
+        return x.view_as(x) if where is None else moved_first(moved_last(x).index_select(0, where))
 
     def append(self, x: Tensor | None, more: Tensor) -> Tensor:
         """Append rows to rows."""
-        return append_rows(x, more)
+        return more if x is None else moved_first(torch.cat([moved_last(x), moved_last(more)]))
 
     def fitted(self, stream: type[Stream], u: Tensor, h: Tensor) -> Tensor:
         """Return u at the resolution of the stream h."""
@@ -48,8 +48,13 @@ class PassOperations:
         return torch.where(mask, x, other)
 
     def add(self, h: Tensor, change: Tensor, where: Tensor | None) -> Tensor:
-        """Add changes (n, ...) to the rows `where` (n,) of h, or to all."""
-        return in_layout_of(h, h + change if where is None else h.index_add(0, where, change))
+        """Add changes (n, ...) to the rows `where` (n,) of h, or to all.
+
+        The result has the memory layout of h: it decides which kernel runs next, and so its last bit, which must not depend on
+        whether a seed grew.
+        """
+        y = h + change if where is None else h.index_add(0, where, change)
+        return y if y.dim() != MAPS or y.stride() == h.stride() else torch.empty_like(h).copy_(y)
 
     def straight(self, h: Tensor, change: Tensor, where: Tensor) -> Tensor:
         """Return h, whose gradient is also that of the changes of its rows `where`."""
