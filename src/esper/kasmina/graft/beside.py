@@ -21,7 +21,7 @@ from esper.kasmina.graft.grown import called_beside, class_of, first_tensor, sit
 from esper.kasmina.graft.multiplying import Axis, Multiplication, Variant, is_width, saved_with_configs, whole_numbers
 from esper.kasmina.graft.planted import Mode
 from esper.kasmina.graft.recording import distance, floats, replaced, results
-from esper.kasmina.graft.stacks import Alone, CopySeed, calls_of, copy_of_block, own_parameters, silenced
+from esper.kasmina.graft.stacks import CopySeed, calls_of, copy_of_block, own_parameters, silenced
 from esper.leyline.errors import InputError, in_words
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Site
@@ -160,7 +160,7 @@ def find_units(network: nn.Module, sites: Sequence[Site], example: Any) -> tuple
                 given, _ = calls[site.name]
                 found[site.name] = _units_of(network.get_submodule(site.after), given)
             except InputError as error:
-                reasons[site.name] = re.sub(r"\bblock\.", "", str(error), count=1)  # its name in `Alone`
+                reasons[site.name] = re.sub(r"\bblock\.", "", str(error), count=1)  # its name in `CopySeed`
     return found, dict(sorted(reasons.items(), key=lambda item: item[1] == _NO_UNITS))  # the more telling ones first
 
 
@@ -171,12 +171,13 @@ def _units_of(block: nn.Module, given: Any) -> Units:
         raise InputError("the heads of an nn.MultiheadAttention are as wide together as its stream")
     if own is None:
         raise InputError("it reads no floating-point tensor")
-    alone = Alone(copy_of_block(block), lambda each, x: called_beside(replaced(given, own, x), each, attached=False))
-    last = next(silenced(alone, "block", own), None)
+    alone = CopySeed(copy_of_block(block))
+    example = own, lambda each, x: called_beside(replaced(given, own, x), each, attached=False)
+    last = next(silenced(alone, "block", example), None)
     if last is None:
         raise InputError("no layer of it writes what it returns")
     problem = ""
-    for units in _candidates(alone, own, last):
+    for units in _candidates(alone, example, last):
         try:
             _try(block, given, units)
         except InputError as error:
@@ -186,11 +187,11 @@ def _units_of(block: nn.Module, given: Any) -> Units:
     raise InputError(problem)
 
 
-def _candidates(alone: Alone, own: Tensor, last: Sequence[str]) -> Iterator[Units]:
+def _candidates(alone: CopySeed, example: Any, last: Sequence[str]) -> Iterator[Units]:
     """Yield the ways in which units may lie in a submodule. InputError if they cannot be found, or added to."""
     variants: tuple[Variant, ...] = ("plain", "by head")
     for variant in variants:
-        found = Multiplication(alone, own, variant=variant)
+        found = Multiplication(alone, example, variant=variant)
         axes = {name.removeprefix("block."): each for name, each in found.axes.items()}
         if any(each.stream for own_axes in axes.values() for each in own_axes):
             raise InputError("a norm runs over all of its units")

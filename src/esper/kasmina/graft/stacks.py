@@ -148,18 +148,6 @@ def calls_of(network: nn.Module, sites: Sequence[Site], example: Any) -> dict[st
     return calls
 
 
-class Alone(nn.Module):
-    """Calls a block by a function of it and of a stream."""
-
-    def __init__(self, block: nn.Module, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.block, self.run = block, run
-
-    def forward(self, h: Tensor) -> Tensor:
-        """Return what the block makes of a stream (B, ...)."""
-        return self.run(self.block, h)
-
-
 def _zeros_at_birth(block: nn.Module, given: Any, first: Tensor | None) -> tuple[str, ...]:
     """Return the first set of parameters with which a copy adds nothing, and learns. InputError if there is none.
 
@@ -171,12 +159,13 @@ def _zeros_at_birth(block: nn.Module, given: Any, first: Tensor | None) -> tuple
     blank = [name for name, each in own_parameters(block).items() if each.numel() and not each.any()]
     problem = "no layer of it writes into the residual stream"
     h = 3 * first  # larger than it is, as a norm behind the sum would return the same
-    sets = silenced(Alone(copy_of_block(block), partial(called_on, given, own, attached=False)), "block", h)
+    run = partial(called_on, given, own, attached=False)
+    sets = silenced(CopySeed(copy_of_block(block)), "block", (h, run))
     # a factor that is 0 may be enough, as in ReZero before training
     for zeros in chain([blank] if blank else [], sets):
         made = copy_of_block(block, zeros)
         with in_words("a copy of it cannot run on what it returns"), torch.enable_grad():
-            change = called_on(given, own, made, h.clone(), attached=False)
+            change = run(made, h.clone())
             trained = [parameter for parameter in made.parameters() if parameter.requires_grad]
             eps = torch.finfo(h.dtype).eps
             if not same_values(h, h + change, eps):
