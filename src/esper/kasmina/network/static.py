@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from esper.kasmina.blueprints import count, drawn_with
 from esper.kasmina.graft.folding import known_axes, put
 from esper.kasmina.host import SegmentedHost, dtype_of
-from esper.kasmina.stack.layers import Linear
+from esper.kasmina.stack.layers import Linear, Residual
 from esper.leyline.data.batches import Batch, cast, run, stream_of
 from esper.leyline.errors import first_line
 from esper.leyline.text import kind_of
@@ -40,21 +40,9 @@ class Absent(NamedTuple):
     reason: str  # one sentence
 
 
-class Skip(nn.Module):
-    """Computes y = x + f(x), for a segment f whose output has the shape of its input."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.stacks = bool(getattr(inner, "stacks", False))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x)
-
-
 @dataclass(frozen=True)
 class Skipped:
-    """Makes the hosts of another factory, with the same initial weights and a skip around some segments."""
+    """Makes the hosts of another factory, with the same initial weights and a skip, y = x + f(x), around some segments f."""
 
     host: Factory
     places: tuple[int, ...]  # indices of the segments
@@ -62,7 +50,7 @@ class Skipped:
     def __call__(self) -> SegmentedHost:
         host = self.host()
         assert isinstance(host, SegmentedHost)
-        segments = [Skip(part) if k in self.places else part for k, part in enumerate(host.segments)]
+        segments = [Residual(part) if k in self.places else part for k, part in enumerate(host.segments)]
         made = SegmentedHost(segments, [replace(slot, inner=None) for slot in host.slots])
         made.stacks, made.draws = host.stacks, host.draws
         return made
