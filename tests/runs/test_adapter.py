@@ -143,7 +143,7 @@ def altered(folder, **fields):
         ),
         (
             lambda folder: [(folder / SUMS).unlink(), (folder / ADAPTER).write_text(altered(folder, blend="add"))],
-            r"is damaged at 'seeds\.0\.blend': .*blends are ADD, GATE, MULTIPLY",
+            r"is damaged at 'seeds\.0\.blend': .*'ADD', 'GATE' or 'MULTIPLY'",
         ),
         (
             lambda folder: [

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt
@@ -26,7 +26,7 @@ from esper.kasmina.graft.grafted import acting, graft, holders, plant, trim, ung
 from esper.kasmina.graft.grown import CHILD, check_tensors, class_of, is_grafted, prefix_behind, shapes_of
 from esper.kasmina.graft.planted import Mode, Planted, Recipe
 from esper.kasmina.graft.sharding import gather, in_parts
-from esper.kasmina.graft.stacks import IN_BLOCK, copy_of_block, copy_seed, deeper
+from esper.kasmina.graft.stacks import IN_BLOCK, copy_of_block, copy_seed, deeper, own_parameters
 from esper.kasmina.graft.widening import resized
 from esper.kasmina.slot import Seed
 from esper.leyline.config.parsing import parse_model
@@ -62,12 +62,6 @@ class _Saved(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-def _blend(name: str) -> str:
-    if name not in Blend.__members__:
-        raise ValueError(f"blends are {', '.join(Blend.__members__)}")
-    return name
-
-
 def _function(function: list[str | float]) -> list[str | float]:
     numbers = [float] if function[:1] and function[0] in NUMBERED else []
     if (function[:1] and function[0] not in FUNCTIONS) or [type(each) for each in function] != [str, *numbers]:
@@ -89,7 +83,7 @@ class _SavedSeed(_Saved):
     reads: PositiveInt
     function: Annotated[list[str | float], AfterValidator(_function)] = list(RELU)  # that of `Recipe`
     counts: dict[str, dict[str, PositiveInt]] = {}  # those of `Recipe`
-    blend: Annotated[str, AfterValidator(_blend)]
+    blend: Literal["ADD", "GATE", "MULTIPLY"]
     alpha: float = Field(gt=0, le=1)
     attached: bool
     host: dict[str, list[int]]  # shape of each parameter of the submodules `after` and `around`
@@ -435,7 +429,7 @@ def _described(network: nn.Module, seeds: Mapping[str, Planted]) -> list[_SavedS
                 reads=reads,
                 function=list(function),
                 counts={part: dict(own) for part, own in counts.items()},
-                blend=seed.blend.name,
+                blend=seed.blend.name,  # type: ignore[arg-type]
                 alpha=float(seed.alpha),
                 attached=seed.attached,
                 host=_shapes(network, site),
@@ -537,9 +531,8 @@ def _every_name(network: nn.Module, paths: Iterable[str]) -> set[str]:
 
 def _shapes(network: nn.Module, site: Site) -> dict[str, list[int]]:
     """Return the shape of each parameter of the host in the submodules of a site."""
-    found = {}
-    for path in (site.after, site.around):
-        for name, parameter in network.get_submodule(path).named_parameters(prefix=path):
-            if f".{CHILD}." not in f".{name}":
-                found[name] = list(parameter.shape)
-    return found
+    return {
+        (f"{path}." if path else "") + name: list(parameter.shape)
+        for path in (site.after, site.around)
+        for name, parameter in own_parameters(network.get_submodule(path)).items()
+    }
