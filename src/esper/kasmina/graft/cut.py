@@ -201,23 +201,10 @@ def _cut(steps: _Sequence | _Graph, outputs: Sequence[Any], examples: int) -> tu
             ends.append(step - 1)
             begun = 0
         begun += bool(layers)
+    held = [{id(value) for layer in layers for value in layer.module.parameters()} for layers in steps.layers]
+    ends = [end for end in ends if not set().union(*held[: end + 1]) & set().union(*held[end + 1 :])]
+    slots, starts = [], [0, *(end + 1 for end in ends)]
     ends.append(len(outputs) - 1)
-    while True:
-        starts = [0, *(end + 1 for end in ends[:-1])]
-        held = [
-            {
-                id(value)
-                for each in steps.layers[start : end + 1]
-                for layer in each
-                for value in layer.module.parameters()
-            }
-            for start, end in zip(starts, ends, strict=True)
-        ]
-        shared = next(((i, j) for i in range(len(ends)) for j in range(i + 1, len(ends)) if held[i] & held[j]), None)
-        if shared is None:
-            break
-        del ends[shared[0] : shared[1]]
-    slots = []
     for after, (start, end) in enumerate(zip(starts[:-1], ends[:-1], strict=True)):
         layers = [layer for each in steps.layers[start : end + 1] for layer in each]
         kind = _kind(outputs[end], layers, examples)

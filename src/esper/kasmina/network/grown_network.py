@@ -282,13 +282,6 @@ def lost_slots(network: GrownNetwork) -> list[str]:
 
 def _groups(network: GrownNetwork) -> list[range]:
     """Return the segments of a network, in order, together where a seed behind the last of them reads what enters the first."""
-    first = list(range(len(network.segments)))  # of the segments that become one with each
-    for graft in network.grafts:
-        first[graft.after] = min(first[graft.after], graft.start)
-    groups: list[range] = []
-    for index in reversed(range(len(first))):
-        if groups and index >= groups[-1].start:
-            groups[-1] = range(min(groups[-1].start, first[index]), groups[-1].stop)
-        else:
-            groups.append(range(first[index], index + 1))
-    return groups[::-1]
+    count, spans = len(network.segments), [range(graft.start, graft.after) for graft in network.grafts]
+    ends = [index + 1 for index in range(count) if not any(index in span for span in spans)]
+    return [range(*each) for each in zip([0, *ends], ends, strict=False)]
