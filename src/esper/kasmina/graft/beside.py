@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.graft.flow import CONVOLUTIONS
-from esper.kasmina.graft.folding import Pass, is_layer, same_values, successor
+from esper.kasmina.graft.folding import Pass, is_layer, put, same_outputs, same_values
 from esper.kasmina.graft.grafted import planted_at, undisturbed
 from esper.kasmina.graft.grown import called_beside, class_of, first_tensor, sites_of
 from esper.kasmina.graft.multiplying import Axis, Multiplication, Variant, is_width, saved_with_configs, whole_numbers
 from esper.kasmina.graft.planted import Mode
 from esper.kasmina.graft.recording import distance, floats, replaced, results
 from esper.kasmina.graft.stacks import CopySeed, calls_of, copy_of_block, own_parameters, silenced
+from esper.kasmina.graft.widening import set_counts
 from esper.leyline.errors import InputError, in_words
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Site
@@ -106,42 +107,18 @@ def narrow_copy(block: nn.Module, units: Units, key: int) -> nn.Module:
     with torch.no_grad():
         for name in units.axes:
             path, _, entry = name.rpartition(".")
-            held, own = getattr(parts[path], entry), tensors[name].detach()
+            own = tensors[name].detach()
             value = units.chosen(name, own)
             if name in units.last:
                 value.zero_()
             elif value.dim() > 1:
                 value = (float(own.double().std(correction=0)) * torch.randn(value.shape, generator=generator)).to(own)
-            setattr(parts[path], entry, successor(held, value) if isinstance(held, nn.Parameter) else value)
+            put(parts[path], entry, value)
         for name in units.last:
             if name not in units.axes:
                 made.get_parameter(name).requires_grad_(False).zero_()
-    _count(made, units.counted(units.number))
+    set_counts(made, units.counted(units.number))
     return made
-
-
-def narrow_copy_of_shapes(
-    block: nn.Module, shapes: Mapping[str, Sequence[int]], counts: Mapping[str, Mapping[str, int]]
-) -> nn.Module:
-    """Return a copy of a submodule with other counts of units and shapes of parameters and buffers; new ones are not filled."""
-    made = copy_of_block(block)
-    for name, held in [*made.named_parameters(), *made.named_buffers()]:
-        path, _, entry = name.rpartition(".")
-        if name in shapes and list(held.shape) != list(shapes[name]):
-            value = held.detach().new_empty(shapes[name])
-            setattr(
-                made.get_submodule(path), entry, successor(held, value) if isinstance(held, nn.Parameter) else value
-            )
-    _count(made, counts)
-    return made
-
-
-def _count(block: nn.Module, counts: Mapping[str, Mapping[str, int]]) -> None:
-    """Set the attributes that count units in the parts of a submodule, where it has such parts and attributes."""
-    parts = dict(block.named_modules())
-    for path, own in counts.items():
-        held: Any = vars(parts[path]) if path in parts else {}
-        held.update({name: value for name, value in own.items() if type(held.get(name)) is int})
 
 
 def find_units(network: nn.Module, sites: Sequence[Site], example: Any) -> tuple[dict[str, Units], dict[str, str]]:
@@ -265,10 +242,9 @@ def _join(block: nn.Module, made: nn.Module, units: Units, dose: float) -> None:
     for name in units.axes:
         path, _, entry = name.rpartition(".")
         part = block.get_submodule(path)
-        held = getattr(part, entry)
-        value = units.joined(name, held.detach(), more[name].detach() * (dose if name in units.last else 1))
-        setattr(part, entry, successor(held, value) if isinstance(held, nn.Parameter) else value)
-    _count(block, units.counted(units.of + units.number))
+        held = getattr(part, entry).detach()
+        put(part, entry, units.joined(name, held, more[name].detach() * (dose if name in units.last else 1)))
+    set_counts(block, units.counted(units.of + units.number))
 
 
 @torch.no_grad()
@@ -310,14 +286,7 @@ def join_units(networks: Sequence[nn.Module], name: str, units: Units, passes: S
                 seed.mode = Mode.OFF
             with in_words("the wider network fails"):
                 found = [list(floats(results(run(network)))) for network in networks for run in passes]
-            same = all(
-                len(before) == len(now)
-                and all(
-                    same_values(one, other, torch.finfo(one.dtype).eps) for one, other in zip(before, now, strict=True)
-                )
-                for before, now in zip(expected, found, strict=True)
-            )
-            if not same:
+            if not all(map(same_outputs, expected, found)):
                 raise InputError("the outputs would differ, as where the network depends on their number")
         except InputError as error:
             undo()

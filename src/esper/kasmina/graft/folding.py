@@ -498,6 +498,13 @@ def same_values(one: Tensor, other: Tensor, eps: float) -> bool:
     return bool(torch.isclose(other, one, rtol=0.0, atol=math.sqrt(eps) * largest, equal_nan=True).all())
 
 
+def same_outputs(expected: Sequence[Tensor], found: Sequence[Tensor]) -> bool:
+    """Return whether a network returned what is expected, each tensor to half of its digits (`same_values`)."""
+    return len(expected) == len(found) and all(
+        same_values(one, other, torch.finfo(one.dtype).eps) for one, other in zip(expected, found, strict=True)
+    )
+
+
 @torch.no_grad()
 def functions_between(network: nn.Module, run: Callable[[], Any]) -> dict[str, Pointwise]:
     """Return, by site, the function f of a pair W2 f(W1 x + b1) + b2 that the site spans, where it is a known one.

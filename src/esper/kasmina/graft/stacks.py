@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.graft.flow import Flow
-from esper.kasmina.graft.folding import Pass, same_values
+from esper.kasmina.graft.folding import Pass, same_outputs, same_values
 from esper.kasmina.graft.grafted import copied, planted_at, undisturbed
 from esper.kasmina.graft.grown import (
     CHILD,
@@ -219,10 +219,7 @@ def add_block(
                         undo()
                         if not ran:
                             raise InputError(f"the forward pass does not run a further block of {path!r}")
-                        if len(expected) != len(found) or not all(
-                            same_values(one, other, torch.finfo(one.dtype).eps)
-                            for one, other in zip(expected, found, strict=True)
-                        ):
+                        if not same_outputs(expected, found):
                             raise InputError(
                                 "the outputs would differ, as where the other arguments of each block are its own"
                             )

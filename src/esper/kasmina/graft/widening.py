@@ -285,6 +285,14 @@ def append_tried(networks: Sequence[nn.Module], found: Sequence[AppendedValues],
         raise
 
 
+def set_counts(model: nn.Module, counts: Mapping[str, Mapping[str, int]]) -> None:
+    """Set attributes that count features or units, by the paths of the modules, where there are such modules and attributes."""
+    parts = dict(model.named_modules())
+    for path, own in counts.items():
+        held: Any = vars(parts[path]) if path in parts else {}
+        held.update({name: value for name, value in own.items() if type(held.get(name)) is int})
+
+
 @contextmanager
 def resized(
     model: nn.Module,
@@ -292,18 +300,19 @@ def resized(
     tensors: Mapping[str, Tensor],
     counts: Mapping[str, Mapping[str, int]] | None = None,
 ) -> Iterator[None]:
-    """Give the layers of a fresh model the widths that they grew to, unless the block fails.
+    """Give the layers of a fresh model the widths that they have in another network, unless the block fails.
 
-    shapes: of each parameter that became larger, before. A parameter of another shape stays, for whoever compares them. tensors:
-    of the network that grew. counts: what attributes of modules count now, by their paths. The values are 0, for the block to
-    fill in.
+    shapes: of the parameters and buffers that have another shape there, before. What has another shape before stays, for whoever
+    compares them. tensors: of that network. counts: what attributes of modules count there, by their paths. The values are 0, for
+    the block to fill in.
     """
-    parameters = dict(model.named_parameters())
+    mine = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     restore = saved(model.modules())
     try:
         for name, shape in shapes.items():
             path, _, entry = name.rpartition(".")
-            if name not in parameters or name not in tensors or list(parameters[name].shape) != list(shape):
+            own, other = mine.get(name), tensors.get(name)
+            if own is None or other is None or own.shape == other.shape or tuple(own.shape) != tuple(shape):
                 continue
             part, entries = model.get_submodule(path), [entry]
             if isinstance(part, nn.modules.batchnorm._BatchNorm):
@@ -314,11 +323,8 @@ def resized(
                 except InputError:
                     continue
             for each in entries:
-                put(part, each, getattr(part, each).detach().new_zeros(tensors[name].shape))
-        parts = dict(model.named_modules())
-        for path, own in (counts or {}).items():
-            held: Any = vars(parts[path]) if path in parts else {}
-            held.update({name: value for name, value in own.items() if type(held.get(name)) is int})
+                put(part, each, getattr(part, each).detach().new_zeros(other.shape))
+        set_counts(model, counts or {})
         yield
     except BaseException:
         restore()

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from esper.kasmina.blueprints import drawn_with, get_blueprint
 from esper.kasmina.blueprints.functions import FUNCTIONS, NUMBERED, RELU, Pointwise
-from esper.kasmina.graft.beside import narrow_copy_of_shapes
 from esper.kasmina.graft.folding import widened
 from esper.kasmina.graft.grafted import acting, graft, holders, plant, trim, ungraft, with_own_files
 from esper.kasmina.graft.grown import CHILD, check_tensors, class_of, is_grafted, prefix_behind, shapes_of
@@ -484,14 +483,11 @@ def _built(model: nn.Module, seed: _SavedSeed, weights: Mapping[str, Tensor], pa
         parts = dict(model.named_modules())
         if seed.after not in parts:
             raise InputError(f"the seed at {seed.site!r} is a copy of {seed.after!r}, which is not there; {_MODEL}")
-        block = parts[seed.after]
-        if entry.copies == "beside":
-            first = IN_BLOCK.removeprefix("seed.")
-            shapes = {name.removeprefix(first): own.shape for name, own in weights.items() if name.startswith(first)}
-            block = narrow_copy_of_shapes(block, shapes, seed.counts)
-        else:
-            block = copy_of_block(block)
-        planted = copy_seed(block, seed.planted_at, entry, seed.reads, Blend[seed.blend])
+        block, first = copy_of_block(parts[seed.after]), IN_BLOCK.removeprefix("seed.")
+        own = {name.removeprefix(first): value for name, value in weights.items() if name.startswith(first)}
+        shapes = {name: value.shape for name, value in block.state_dict().items()} if entry.copies == "beside" else {}
+        with resized(block, shapes, own, seed.counts):
+            planted = copy_seed(block, seed.planted_at, entry, seed.reads, Blend[seed.blend])
     else:
         with drawn_with(0):
             made = Seed(entry.built(seed.reads, seed.width, seed.pointwise), seed.reads)
