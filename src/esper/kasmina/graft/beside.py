@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.graft.flow import CONVOLUTIONS
-from esper.kasmina.graft.folding import Pass, is_layer, put, same_outputs, same_values
+from esper.kasmina.graft.folding import Pass, fixed, is_layer, put, same_outputs, same_values
 from esper.kasmina.graft.grafted import planted_at, undisturbed
 from esper.kasmina.graft.grown import called_beside, class_of, first_tensor, sites_of
 from esper.kasmina.graft.multiplying import Axis, Multiplication, Variant, is_width, saved_with_configs, whole_numbers
@@ -267,13 +267,9 @@ def join_units(networks: Sequence[nn.Module], name: str, units: Units, passes: S
     units = units._replace(number=units.of * more[first].shape[along.axis] // size)
     if any(units.shape(each, own) != more[each].shape for each, own in host.state_dict().items() if each in more):
         return "its submodule has other widths than when it was planted"
-    holders = [parameter for part in networks[0].modules() for parameter in part._parameters.values()]
-    for each in units.axes:
-        own = dict(host.named_parameters()).get(each)
-        if own is not None and not own.requires_grad:
-            return f"{after}.{each}, which it would change, is frozen"
-        if own is not None and sum(own is other for other in holders) > 1:
-            return f"{after}.{each}, which it would change, belongs to two modules"
+    for each, own in host.named_parameters():
+        if each in units.axes and (why_fixed := fixed(networks[0], own)):
+            return f"{after}.{each}, which it would change, {why_fixed}"
     with undisturbed(*networks):
         undo = saved_with_configs(networks)
         try:

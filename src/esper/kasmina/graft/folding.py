@@ -71,12 +71,9 @@ def fold(
             changes = [_changes(network, name, pairs, passes) for network in networks]
         except _Beside as why_not:
             return str(why_not)
-        holders = [parameter for part in networks[0].modules() for parameter in part._parameters.values()]
         for change in changes[0]:
-            if isinstance(change.held, nn.Parameter) and not change.held.requires_grad:
-                return f"a {change.name} that it would change is frozen"
-            if sum(each is change.held for each in holders) > 1:
-                return f"a {change.name} that it would change belongs to two modules"
+            if why_fixed := fixed(networks[0], change.held):
+                return f"a {change.name} that it would change {why_fixed}"
         # every process makes every pass, because those of a sharded network wait for each other
         same = [
             _same_output(network, name, changed, run)
@@ -89,6 +86,14 @@ def fold(
         for change in changed:
             change.carry_out()
     return None
+
+
+def fixed(network: nn.Module, own: Tensor) -> str:
+    """Return why a parameter of a network must not get another value, behind its name in a sentence; empty where it may."""
+    holders = sum(each is own for part in network.modules() for each in part._parameters.values())
+    if holders > 1:
+        return "is shared with another module"
+    return "is frozen" if isinstance(own, nn.Parameter) and not own.requires_grad else ""
 
 
 class _Change(NamedTuple):

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.find_sites import Hidden
 from esper.kasmina.graft.flow import CONVOLUTIONS
-from esper.kasmina.graft.folding import Axes, is_turned, known_axes, put
+from esper.kasmina.graft.folding import Axes, fixed, is_turned, known_axes, put
 from esper.kasmina.graft.grown import class_of
 from esper.kasmina.graft.recording import call, floats, mapped, results, saved
 from esper.kasmina.stack.layers import Linear
@@ -230,7 +230,6 @@ def _zeros(like: Tensor, axis: int, size: int) -> Tensor:
 
 def _check_owned(model: nn.Module, found: Sequence[AppendedValues]) -> None:
     """Raise InputError if a parameter is shared, frozen, or computed from others before each pass."""
-    holders = [id(parameter) for part in model.modules() for parameter in part._parameters.values()]
     for path, name, *_ in found:
         part = model.get_submodule(path)
         if name in part._buffers:
@@ -238,10 +237,8 @@ def _check_owned(model: nn.Module, found: Sequence[AppendedValues]) -> None:
         own = part._parameters.get(name)
         if own is None:
             raise InputError(f"{path}.{name} is computed from other parameters before each pass")
-        if holders.count(id(own)) > 1:
-            raise InputError(f"{path}.{name} is shared with another module")
-        if not own.requires_grad:
-            raise InputError(f"{path}.{name} is frozen")
+        if why_fixed := fixed(model, own):
+            raise InputError(f"{path}.{name} {why_fixed}")
 
 
 def append(network: nn.Module, found: Sequence[AppendedValues]) -> None:
