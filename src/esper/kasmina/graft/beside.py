@@ -195,10 +195,8 @@ def _candidates(alone: CopySeed, example: Any, last: Sequence[str]) -> Iterator[
         }
         read = {tensors[name].shape[each.axis] for name, own_axes in axes.items() for each in own_axes if each.reads}
         further = {path: dict(own) for path, own in counts.items()}
-        for (
-            path,
-            part,
-        ) in alone.block.named_modules():  # such as the width of a query where query, key and value are one layer
+        # such as the width of a query where query, key and value are one layer
+        for path, part in alone.block.named_modules():
             if not class_of(part).__module__.startswith("torch."):
                 named = {name: value for name, value in whole_numbers(part) if value in read and is_width(name)}
                 further[path] = named | further.get(path, {})
