@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,6 +25,7 @@ from esper.kasmina.graft.cut import CutHost
 from esper.kasmina.graft.find_sites import Hidden
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.network.grown_network import Graft, GrownNetwork, RegrownHost, as_host
+from esper.kasmina.network.saving import replace_folder
 from esper.kasmina.slot import Seed
 from esper.kasmina.stack.body import Body
 from esper.kasmina.stack.widening import HiddenWidening, wider_hosts
@@ -45,7 +47,7 @@ from esper.leyline.lifecycle.slots import Tap
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage
 from esper.leyline.lifecycle.view import Seeds
 from esper.leyline.text import kind_of
-from esper.store.disk import SUMS, Retry, check_sum, find_folder, read_kept, sums_of, write_folder, write_once
+from esper.store.disk import SUMS, Retry, check_sum, find_folder, read_kept, sums_of, write_once
 
 FORMATS = (2, 3, 4, 5, 6)
 """Formats of topology.json that are read. The lowest one that can describe the network is written: 6 if a seed goes around
@@ -274,15 +276,7 @@ def save_network(
     if program is not None:
         files[PROGRAM] = program
     files[SUMS] = sums_of(files)
-    strange = {path.name for path in folder.iterdir()} - FILES if folder.exists() else ()
-    if strange:
-        raise InputError(f"{folder} holds {', '.join(sorted(strange))} beside a network; name another folder")
-
-    def put() -> None:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        write_folder(folder, files)
-
-    retry(folder, put)
+    retry(folder, partial(replace_folder, folder, files, FILES))
     return failure
 
 

@@ -194,7 +194,8 @@ class RegrownHost:
     def __init__(self, network: GrownNetwork) -> None:
         self._host = as_host(network)
         self.original = network.original
-        self._ungrown = partial(copy.deepcopy, _ungrown(network))
+        # makes the host that was grown first, without any seed: the named factory, or one of the segments
+        self.ungrown = network.original or partial(copy.deepcopy, _ungrown(network))
         # of the features that the host reads, and of the targets that it returns; None if they are raw
         self.scaling, self.target_scaling = (
             None if module is None else Scaling(*(values.clone() for values in module.scaling))
@@ -203,11 +204,6 @@ class RegrownHost:
 
     def __call__(self) -> SegmentedHost:
         return copy.deepcopy(self._host)
-
-    @property
-    def ungrown(self) -> Callable[[], nn.Module]:
-        """A factory of the host that was grown first, without any seed: the named factory, or one of the segments."""
-        return self.original or self._ungrown
 
 
 def _ungrown(network: GrownNetwork) -> SegmentedHost:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
 
@@ -367,12 +367,13 @@ def _builds(part: nn.Module, config: Any) -> bool:
 # Files and descriptions of both.
 
 
-def replace_folder(folder: Path | str, files: Mapping[str, Any]) -> None:
-    """Write a folder, or replace one that holds no other files than these. InputError if there is something else."""
+def replace_folder(folder: Path | str, files: Mapping[str, Any], known: Collection[str] = ()) -> None:
+    """Write a folder, or replace one that holds these and known files alone. InputError if there is something else."""
     folder = folder_of(folder).resolve()
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file; give the name of a folder")
-    others = sorted(path.name for path in folder.iterdir() if path.name not in files) if folder.is_dir() else []
+    allowed = {*files, *known}
+    others = sorted(path.name for path in folder.iterdir() if path.name not in allowed) if folder.is_dir() else []
     if others:
         raise InputError(f"{folder} holds {others[0]!r}, which would be removed; give a folder that is new or empty")
     folder.parent.mkdir(parents=True, exist_ok=True)
