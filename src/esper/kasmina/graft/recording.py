@@ -190,6 +190,16 @@ def saved(holders: Iterable[Any]) -> Callable[[], None]:
     return restore
 
 
+@contextmanager
+def undone_on_error(undo: Callable[[], None]) -> Iterator[None]:
+    """Call a function, as `saved` returns it, if the block fails."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
+
+
 def submodules(module: nn.Module) -> dict[str, nn.Module]:
     """Return the submodules of a module by dotted path, without the module itself and without seeds that are planted in it."""
     seeds = tuple(f"{path}." for path, each in module.named_modules() if isinstance(each, Planted))

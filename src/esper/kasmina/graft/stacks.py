@@ -33,7 +33,7 @@ from esper.kasmina.graft.grown import (
 )
 from esper.kasmina.graft.multiplying import configs, saved_with_configs
 from esper.kasmina.graft.planted import Bank, Mode, Planted
-from esper.kasmina.graft.recording import call, distance, floats, mapped, recorded, results
+from esper.kasmina.graft.recording import call, distance, floats, mapped, recorded, results, undone_on_error
 from esper.kasmina.slot import Seed
 from esper.leyline.errors import InputError, in_words
 from esper.leyline.lifecycle.actions import Blend
@@ -239,8 +239,7 @@ def deeper(model: nn.Module, places: Mapping[str, Sequence[int]]) -> Iterator[No
 
     places: of the added blocks in the larger stack, by its path. The values of a new block are those of the block in front.
     """
-    undo = saved_with_configs([model])
-    try:
+    with undone_on_error(saved_with_configs([model])):
         for path, added in places.items():
             for place in sorted(added):
                 container: Any = dict(model.named_modules()).get(path)
@@ -252,9 +251,6 @@ def deeper(model: nn.Module, places: Mapping[str, Sequence[int]]) -> Iterator[No
                 count = blocks_of_one_class(container, place - 1)
                 insert(model, path, place, [copy_of_block(container[place - 1])], count)
         yield
-    except BaseException:
-        undo()
-        raise
 
 
 def shifted(name: str, stack: str, place: int) -> str:

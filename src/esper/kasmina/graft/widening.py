@@ -19,7 +19,7 @@ from esper.kasmina.graft.find_sites import Hidden
 from esper.kasmina.graft.flow import CONVOLUTIONS
 from esper.kasmina.graft.folding import Axes, fixed, is_turned, known_axes, put
 from esper.kasmina.graft.grown import class_of
-from esper.kasmina.graft.recording import call, floats, mapped, results, saved
+from esper.kasmina.graft.recording import call, floats, mapped, results, saved, undone_on_error
 from esper.kasmina.stack.layers import Linear
 from esper.leyline.data.duplicates import is_dense
 from esper.leyline.errors import InputError, in_words, is_out_of_memory
@@ -256,8 +256,8 @@ def append_tried(networks: Sequence[nn.Module], found: Sequence[AppendedValues],
     These are 0 behind the next layers, whatever they are. So they are tried large and of both signs too, which shows a largest
     one, a mean or a norm of features, and a part of them that is taken by its position.
     """
-    restore = saved(network.get_submodule(each.path) for network in networks for each in found)
-    try:
+    changed = [network.get_submodule(each.path) for network in networks for each in found]
+    with undone_on_error(saved(changed)):
         for network in networks:
             append(network, found)
         tails = [
@@ -277,9 +277,6 @@ def append_tried(networks: Sequence[nn.Module], found: Sequence[AppendedValues],
                 )
             for tail, values in zip(tails, drawn, strict=True):
                 tail.copy_(values)
-    except BaseException:
-        restore()
-        raise
 
 
 def set_counts(model: nn.Module, counts: Mapping[str, Mapping[str, int]]) -> None:
@@ -304,8 +301,7 @@ def resized(
     the block to fill in.
     """
     mine = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    restore = saved(model.modules())
-    try:
+    with undone_on_error(saved(model.modules())):
         for name, shape in shapes.items():
             path, _, entry = name.rpartition(".")
             own, other = mine.get(name), tensors.get(name)
@@ -323,6 +319,3 @@ def resized(
                 put(part, each, getattr(part, each).detach().new_zeros(other.shape))
         set_counts(model, counts or {})
         yield
-    except BaseException:
-        restore()
-        raise

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from esper.kasmina.blueprints import Blueprint, drawn_with
 from esper.kasmina.graft.find_sites import Hidden, find_hidden
 from esper.kasmina.graft.grafted import undisturbed
-from esper.kasmina.graft.recording import saved
+from esper.kasmina.graft.recording import saved, undone_on_error
 from esper.kasmina.graft.widening import Outputs, additions, append, append_tried, width_of
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.stack.body import Body
@@ -108,12 +108,10 @@ def _widen(host: SegmentedHost, layout: Layout, example: Batch, factor: int) -> 
             name, before = min(hidden.writers), layout.widths(host.eval(), example).taps
             try:
                 width = factor * (old := width_of(name, host.get_submodule(name)))
-                undo = saved(host.modules())
-                append_tried([host], additions(host, hidden, width, len(wider)), expected)
-                after = layout.widths(host.eval(), example).taps
-                if (reason := _misfit(layout, before, after)) is not None:
-                    undo()
-                    raise InputError(reason)
+                with undone_on_error(saved(host.modules())):
+                    append_tried([host], additions(host, hidden, width, len(wider)), expected)
+                    after = layout.widths(host.eval(), example).taps
+                    _check_fit(layout, before, after)
             except InputError as error:
                 left_out[name] = str(error)
             else:
@@ -127,8 +125,8 @@ def _widen(host: SegmentedHost, layout: Layout, example: Batch, factor: int) -> 
     return HiddenWidening(factor, tuple(wider), tuple(slots.tolist()), widths, left_out)
 
 
-def _misfit(layout: Layout, before: Indices, after: Indices) -> str | None:
-    """Return why a seed would compute something else on wider streams, or None. before, after (S, 4): as `Widths.taps`."""
+def _check_fit(layout: Layout, before: Indices, after: Indices) -> None:
+    """Raise InputError if a seed would compute something else on wider streams. before, after (S, 4): as `Widths.taps`."""
     for slot in np.flatnonzero((before != after).any(1)).tolist():
         for blueprint in np.flatnonzero(layout.fits[slot]).tolist():
             entry, stream = layout.menu[blueprint], layout.streams[slot]
@@ -147,11 +145,10 @@ def _misfit(layout: Layout, before: Indices, after: Indices) -> str | None:
             narrow = small.delta(u.narrow(stream.features, 0, int(before[slot, read])))
             if not torch.allclose(wide.narrow(stream.features, 0, narrow.shape[stream.features]), narrow, atol=1e-4):
                 name = layout.slots[slot].name
-                return (
+                raise InputError(
                     f"a seed {entry.name} at slot {name!r} would compute something else on more features; leave it out of "
                     "blueprints"
                 )
-    return None
 
 
 class BodyWidening(NamedTuple):

@@ -15,7 +15,7 @@ from esper.kasmina.graft.find_sites import Hidden, check_module, find_hidden
 from esper.kasmina.graft.grafted import copied, undisturbed
 from esper.kasmina.graft.grown import is_grafted
 from esper.kasmina.graft.multiplying import VARIANTS, WAYS, Multiplication, Way, trial
-from esper.kasmina.graft.recording import call, floats, mapped, on_aliases, saved
+from esper.kasmina.graft.recording import call, floats, mapped, on_aliases, saved, undone_on_error
 from esper.kasmina.graft.sharding import is_sharded
 from esper.kasmina.graft.stacks import blocks_of_one_class, insert, silenced, stacks
 from esper.kasmina.graft.widening import Outputs, additions, append_tried, axes_of, width_of
@@ -118,9 +118,9 @@ def widen(
         check_optimizer(own, before)
     check_memory(networks, _least_size(model, groups, asked), "to more features", "give smaller widths")
     widths, left_out, way = dict[str, tuple[int, int]](), dict[str, str](), None
-    with undisturbed(*networks), torch.no_grad(), ExitStack() as undone:
+    parts = [part for network in networks for part in network.modules()]
+    with undisturbed(*networks), torch.no_grad(), undone_on_error(saved(parts)):
         expected, wider = Outputs(model, example), list[tuple[Hidden, int]]()
-        undone.callback(saved(part for network in networks for part in network.modules()))
         for number, (name, width) in enumerate(asked.items()):
             try:
                 old = width_of(name, model.get_submodule(name))
@@ -144,7 +144,6 @@ def widen(
             also = f", and the network as a whole cannot be wider: {whole}" if whole not in ("", reason) else ""
             mend = "leave that layer out; " if isinstance(to, Mapping) else ""
             raise InputError(f"the features of {name!r} cannot be more: {reason}{also}; {mend}nothing was changed")
-        undone.pop_all()
     old_widths = {old for old, _ in widths.values()}
     for name, parameter in unused.items():
         if model.get_parameter(name) is parameter and (same := old_widths.intersection(parameter.shape)):
