@@ -265,8 +265,9 @@ def join_units(networks: Sequence[nn.Module], name: str, units: Units, passes: S
     units = units._replace(number=units.of * more[first].shape[along.axis] // size)
     if any(units.shape(each, own) != more[each].shape for each, own in host.state_dict().items() if each in more):
         return "its submodule has other widths than when it was planted"
-    for each, own in host.named_parameters():
-        if each in units.axes and (why_fixed := fixed(networks[0], own)):
+    own = dict(host.named_parameters())
+    for each in units.axes:
+        if each in own and (why_fixed := fixed(networks[0], own[each])):
             return f"{after}.{each}, which it would change, {why_fixed}"
     with undisturbed(*networks):
         undo = saved_with_configs(networks)

@@ -32,7 +32,7 @@ from esper.kasmina.graft.grown import (
     stream_of,
 )
 from esper.kasmina.graft.multiplying import configs, saved_with_configs
-from esper.kasmina.graft.planted import Bank, Mode, Planted
+from esper.kasmina.graft.planted import Bank, Mode, Planted, Recipe
 from esper.kasmina.graft.recording import call, distance, floats, mapped, recorded, results, undone_on_error
 from esper.kasmina.slot import Seed
 from esper.leyline.errors import InputError, in_words
@@ -80,14 +80,19 @@ IN_BLOCK = "seed.delta.block."
 """First part of the names of the parameters of a block in the seed that it is."""
 
 
-def copy_seed(block: nn.Module, site: Site, entry: Blueprint, reads: int, blend: Blend) -> Planted:
-    """Return a seed that is this copy of the submodule of a site."""
-    made = Seed(CopySeed(block), reads)
-    like = next(parameter for parameter in made.delta.parameters() if parameter.is_floating_point())
-    made.gate.to(like.device, like.dtype)
-    planted = Planted(made, entry.tap, blend, site.stream.kind, site.stream.permutation, copies=entry.copies)
+def seed_of(entry: Blueprint, recipe: Recipe, blend: Blend, block: nn.Module | None = None) -> Planted:
+    """Return a seed of a blueprint that is in no network: newly drawn, or this copy of the submodule of its site."""
+    reads, stream = recipe.reads, recipe.site.stream
+    if block is None:
+        made = Seed(entry.built(reads, stream.width, recipe.function), reads)
+    else:
+        made = Seed(CopySeed(block), reads)
+        like = next(parameter for parameter in block.parameters() if parameter.is_floating_point())
+        made.gate.to(like.device, like.dtype)
+    planted = Planted(made, entry.tap, blend, stream.kind, stream.permutation, again=entry.again, copies=entry.copies)
     parameters = planted.named_parameters()
     planted.fixed = frozenset(name for name, parameter in parameters if not parameter.requires_grad)
+    planted.recipe = recipe
     return planted
 
 

@@ -25,9 +25,8 @@ from esper.kasmina.graft.grafted import acting, graft, holders, plant, trim, ung
 from esper.kasmina.graft.grown import CHILD, check_tensors, class_of, is_grafted, prefix_behind, shapes_of
 from esper.kasmina.graft.planted import Mode, Planted, Recipe
 from esper.kasmina.graft.sharding import gather, in_parts
-from esper.kasmina.graft.stacks import IN_BLOCK, copy_of_block, copy_seed, deeper, own_parameters
+from esper.kasmina.graft.stacks import IN_BLOCK, copy_of_block, deeper, own_parameters, seed_of
 from esper.kasmina.graft.widening import resized
-from esper.kasmina.slot import Seed
 from esper.leyline.config.parsing import parse_model
 from esper.leyline.errors import GrowthWarning, InputError, typed_line, warn
 from esper.leyline.lifecycle.actions import Blend
@@ -480,6 +479,7 @@ def _check_hosts(model: nn.Module, seeds: Sequence[_SavedSeed]) -> None:
 def _built(model: nn.Module, seed: _SavedSeed, weights: Mapping[str, Tensor], path: Path, again: str) -> Planted:
     """Build a seed for a model, with weights from a file. InputError if they are not those that the blueprint has."""
     entry = get_blueprint(seed.blueprint, seed.kind, live=True)
+    recipe = Recipe(seed.planted_at, seed.blueprint, seed.reads, seed.pointwise, seed.counts)
     if entry.copies:
         parts = dict(model.named_modules())
         if seed.after not in parts:
@@ -488,12 +488,10 @@ def _built(model: nn.Module, seed: _SavedSeed, weights: Mapping[str, Tensor], pa
         own = {name.removeprefix(first): value for name, value in weights.items() if name.startswith(first)}
         shapes = {name: value.shape for name, value in block.state_dict().items()} if entry.copies == "beside" else {}
         with resized(block, shapes, own, seed.counts):
-            planted = copy_seed(block, seed.planted_at, entry, seed.reads, Blend[seed.blend])
+            planted = seed_of(entry, recipe, Blend[seed.blend], block)
     else:
         with drawn_with(0):
-            made = Seed(entry.built(seed.reads, seed.width, seed.pointwise), seed.reads)
-            axes = seed.planted_at.stream.permutation
-            planted = Planted(made, entry.tap, Blend[seed.blend], seed.kind, axes, again=entry.again)
+            planted = seed_of(entry, recipe, Blend[seed.blend])
         dtype = next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), torch.float32)
         planted.to(dtype)
     try:
@@ -503,7 +501,6 @@ def _built(model: nn.Module, seed: _SavedSeed, weights: Mapping[str, Tensor], pa
             f"{path} has other parameters than blueprint {seed.blueprint!r} of this version; {again}"
         ) from None
     planted.mode, planted.attached = Mode.ON, seed.attached
-    planted.recipe = Recipe(seed.planted_at, seed.blueprint, seed.reads, seed.pointwise, seed.counts)
     return planted
 
 

@@ -20,8 +20,7 @@ from esper.kasmina.graft.grafted import Reading, bank_at, holders, plant, plante
 from esper.kasmina.graft.grown import is_grafted, prefix_behind, sites_of
 from esper.kasmina.graft.planted import Bank, Mode, Planted, Recipe, Seat
 from esper.kasmina.graft.sharding import is_sharded, placed, reshard, shard_like
-from esper.kasmina.graft.stacks import IN_BLOCK, copy_of_block, copy_seed, own_parameters
-from esper.kasmina.slot import Seed
+from esper.kasmina.graft.stacks import IN_BLOCK, copy_of_block, own_parameters, seed_of
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Site
@@ -255,13 +254,10 @@ class Grafts:
                 block, counts = narrow_copy(after, units, key), units.counted(units.number)
             else:
                 block = copy_of_block(after, self.blocks[site.name])
-            own = copy_seed(block, site, entry, reads, blend)
-            own.recipe = Recipe(site, entry.name, reads, counts=counts)
-            return own.train(after.training)
+            recipe = Recipe(site, entry.name, reads, counts=counts)
+            return seed_of(entry, recipe, blend, block).train(after.training)
         with drawn_with(key):
-            seed = Seed(entry.built(reads, site.stream.width, function), reads)
-        made = Planted(seed, entry.tap, blend, site.stream.kind, site.stream.permutation, again=entry.again)
-        made.recipe = Recipe(site, entry.name, reads, function)
+            made = seed_of(entry, Recipe(site, entry.name, reads, function), blend)
         return (made if like is None else made.to(like.device, like.dtype)).train(after.training)
 
     def free(self, name: str) -> None:
