@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.find_sites import Hidden
 from esper.kasmina.graft.flow import CONVOLUTIONS
-from esper.kasmina.graft.folding import Axes, fixed, is_turned, known_axes, put
+from esper.kasmina.graft.folding import Axes, fixed, is_layer, is_turned, known_axes, put
 from esper.kasmina.graft.grown import class_of
 from esper.kasmina.graft.recording import call, floats, mapped, results, saved, undone_on_error
 from esper.kasmina.stack.layers import Linear
@@ -310,11 +310,8 @@ def resized(
             part, entries = model.get_submodule(path), [entry]
             if isinstance(part, nn.modules.batchnorm._BatchNorm):
                 entries += [each for each in ("running_mean", "running_var") if getattr(part, each) is not None]
-            else:
-                try:
-                    axes_of(path, part)
-                except InputError:
-                    continue
+            elif not is_layer(part):
+                continue
             for each in entries:
                 put(part, each, getattr(part, each).detach().new_zeros(other.shape))
         set_counts(model, counts or {})
