@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from esper.kasmina.graft.flow import CONVOLUTIONS
@@ -64,15 +65,6 @@ class Units(NamedTuple):
         named = [name for name in own if name in self.axes or name not in self.last]
         return sum(math.prod(self.shape(name, own[name])) for name in named)
 
-    def places(self, axis: Axis, size: int) -> tuple[Tensor, Tensor]:
-        """Return where the elements of the submodule lie along an axis once it has those of the copy, and where these lie."""
-        blocks = size // axis.block
-        parts = blocks // self.of if self.parts else 1
-        own = blocks // parts
-        per = own + own * self.number // self.of
-        place = torch.arange(parts * per * axis.block).view(parts, per, axis.block)
-        return place[:, :own].flatten(), place[:, own:].flatten()
-
     def chosen(self, name: str, tensor: Tensor) -> Tensor:
         """Return the elements of a tensor of the submodule that belong to its first units, as many as the copy has."""
         for axis in self.axes[name]:
@@ -84,20 +76,16 @@ class Units(NamedTuple):
         return tensor.clone()
 
     def joined(self, name: str, own: Tensor, more: Tensor) -> Tensor:
-        """Return a tensor of the submodule with the elements of the copy among its own."""
-        places = {axis.axis: self.places(axis, own.shape[axis.axis]) for axis in self.axes[name]}
-        shape = [
-            len(places[axis][0]) + len(places[axis][1]) if axis in places else size
-            for axis, size in enumerate(own.shape)
-        ]
-        made = own.new_zeros(shape)
-        for at, value in enumerate((own, more)):
-            index = [places[axis][at] if axis in places else torch.arange(size) for axis, size in enumerate(own.shape)]
-            spread = [
-                each.view([-1 if axis == place else 1 for axis in range(own.dim())]) for place, each in enumerate(index)
-            ]
-            made[tuple(each.to(own.device) for each in spread)] = value.to(own)
-        return made
+        """Return a tensor of the submodule with the elements of the copy behind its own in each part, and 0 where they meet."""
+        more = more.to(own)
+        for axis in self.axes[name]:
+            at = axis.axis + 1
+            parts = own.shape[axis.axis] // axis.block // self.of if self.parts else 1
+            own, more = (each.unflatten(axis.axis, (parts, -1)) for each in (own, more))
+            sizes, further = (own.shape[at], more.shape[at]), [0, 0] * (own.dim() - 1 - at)
+            own, more = F.pad(own, [*further, 0, sizes[1]]), F.pad(more, [*further, sizes[0], 0])
+            own, more = own.flatten(axis.axis, at), more.flatten(axis.axis, at)
+        return own + more
 
 
 def narrow_copy(block: nn.Module, units: Units, key: int) -> nn.Module:
