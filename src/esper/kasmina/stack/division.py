@@ -23,10 +23,9 @@ def picked_body(state: State, rows: Indices, seeded: int | None = None) -> dict[
     """
     seeds = []
     for entry in state["seeds"]:
-        places = {env: place for place, env in enumerate(entry["envs"].tolist())}
-        own = np.array([row for row, of in enumerate(rows.tolist()[:seeded]) if of in places], np.int64)
-        chosen = [places[of] for of in rows[own].tolist()] or [0]  # a stack has room for one row or more
-        seeds.append({**entry, "envs": own, "stack": _picked(entry["stack"], np.array(chosen))})
+        own, chosen = np.nonzero(rows[:seeded, None] == entry["envs"])
+        chosen = chosen if len(chosen) else np.zeros(1, np.int64)  # a stack has room for one row or more
+        seeds.append({**entry, "envs": own, "stack": _picked(entry["stack"], chosen)})
     widths = {name: array[rows] for name, array in state["widths"].items()}
     return {**state, "host": _picked(state["host"], rows), "widths": widths, "seeds": seeds}
 
@@ -62,9 +61,7 @@ def joined_bodies(states: Sequence[State], rows: Sequence[Indices]) -> dict[str,
 
 def picked_snapshot(state: State, rows: Indices) -> dict[str, Any]:
     """Return the state of snapshots (`Snapshot.state`) whose row i is the row rows[i] (n,) of the given one."""
-    places = {row: place for place, row in enumerate(state["stale"].tolist())}
-    stale = np.array([row for row, of in enumerate(rows.tolist()) if of in places], np.int64)
-    chosen = np.array([places[of] for of in rows[stale].tolist()], np.int64)
+    stale, chosen = np.nonzero(rows[:, None] == state["stale"])
     return {
         "step": state["step"][rows],
         "seeds": {name: array[rows] for name, array in state["seeds"].items()},
