@@ -297,8 +297,8 @@ def resized(
     """Give the layers of a fresh model the widths that they have in another network, unless the block fails.
 
     shapes: of the parameters and buffers that have another shape there, before. What has another shape before stays, for whoever
-    compares them. tensors: of that network. counts: what attributes of modules count there, by their paths. The values are 0, for
-    the block to fill in.
+    compares them. tensors: of that network, whose values they get. counts: what attributes of modules count there, by their
+    paths.
     """
     mine = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with undone_on_error(saved(model.modules())):
@@ -313,6 +313,7 @@ def resized(
             elif not is_layer(part):
                 continue
             for each in entries:
-                put(part, each, getattr(part, each).detach().new_zeros(other.shape))
+                held, value = getattr(part, each), tensors.get(f"{path}.{each}".lstrip("."), other)
+                put(part, each, value.detach().to(held.device, held.dtype, copy=True))
         set_counts(model, counts or {})
         yield
