@@ -22,7 +22,7 @@ from esper.kasmina.graft.grown import called_beside, class_of, first_tensor, sit
 from esper.kasmina.graft.multiplying import Axis, Multiplication, Variant, is_width, saved_with_configs, whole_numbers
 from esper.kasmina.graft.planted import Mode
 from esper.kasmina.graft.recording import distance, floats, replaced, results
-from esper.kasmina.graft.stacks import CopySeed, calls_of, copy_of_block, own_parameters, silenced
+from esper.kasmina.graft.stacks import CopySeed, copy_of_block, found_by_calls, own_parameters, silenced
 from esper.kasmina.graft.widening import set_counts
 from esper.leyline.errors import InputError, in_words
 from esper.leyline.lifecycle.actions import Blend
@@ -115,21 +115,12 @@ def find_units(network: nn.Module, sites: Sequence[Site], example: Any) -> tuple
     A copy is run as the submodule was on the example: it must return 0 while its last layers are 0, one of its parameters must
     have a gradient, and the submodule must compute the sum of both with the units of the copy among its own.
     """
-    found, reasons = dict[str, Units](), dict[str, str]()
-    with undisturbed(network):
-        calls = calls_of(network, sites, example)
-        for site in sites:
-            try:
-                if site.name not in calls:
-                    raise InputError("no forward pass calls it")
-                given, _ = calls[site.name]
-                found[site.name] = _units_of(network.get_submodule(site.after), given)
-            except InputError as error:
-                reasons[site.name] = re.sub(r"\bblock\.", "", str(error), count=1)  # its name in `CopySeed`
+    found, reasons = found_by_calls(network, sites, example, _units_of)
+    reasons = {site: re.sub(r"\bblock\.", "", reason, count=1) for site, reason in reasons.items()}  # as in `CopySeed`
     return found, dict(sorted(reasons.items(), key=lambda item: item[1] == _NO_UNITS))  # the more telling ones first
 
 
-def _units_of(block: nn.Module, given: Any) -> Units:
+def _units_of(block: nn.Module, given: Any, _: Tensor | None) -> Units:
     """Return the units of a submodule that was called with arguments. InputError if a copy with fewer cannot be part of it."""
     own = first_tensor(*given)
     if isinstance(block, nn.MultiheadAttention):

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain, groupby, takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,8 @@ from esper.leyline.errors import InputError, in_words
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Site
 from esper.leyline.text import counted
+
+T = TypeVar("T")
 
 _DEPTHS = re.compile(r"(layer|depth|block)(?!.*(size|idx|index|id$|norm|drop|width|dim|scale|decay))", re.I)
 """Names of attributes that count blocks."""
@@ -115,42 +117,45 @@ def find_blocks(
     Then for every other site why none can be. A copy is run on a multiple of what its block returned for the example, with the
     other arguments of that call: it must return what it is given, to rounding, and one of its parameters must have a gradient.
     """
-    runs, reasons, places = stacks(network), dict[str, str](), dict[str, Site]()
+    runs, reasons, places = stacks(network), dict[str, str](), list[Site]()
     for site in sites:
         stack, place = stack_of(site.after)
         first, stop = runs.get(stack, (0, 0))
         if first <= place < stop:
-            places[site.name] = site
+            places.append(site)
         else:
             reasons[site.name] = f"{site.after!r} is no block of a stack of equal blocks"
-    found = dict[str, tuple[str, ...]]()
-    with undisturbed(network):
-        calls = calls_of(network, list(places.values()), example)
-        for name, site in places.items():
-            try:
-                if name not in calls:
-                    raise InputError("no forward pass calls it")
-                found[name] = _zeros_at_birth(network.get_submodule(site.after), *calls[name])
-            except InputError as error:
-                reasons[name] = str(error)
-    own = [name for name in reasons if name in places]
-    return found, {name: reasons[name] for name in (*own, *(each for each in reasons if each not in places))}
+    found, why_not = found_by_calls(network, places, example, _zeros_at_birth)
+    return found, {**why_not, **reasons}
 
 
-def calls_of(network: nn.Module, sites: Sequence[Site], example: Any) -> dict[str, tuple[Any, Tensor | None]]:
-    """Return, by site, the arguments of the first call of its submodule on an example, and the stream that it returned."""
-    calls = dict[str, tuple[Any, Tensor | None]]()
+def found_by_calls(
+    network: nn.Module, sites: Sequence[Site], example: Any, find: Callable[[nn.Module, Any, Tensor | None], T]
+) -> tuple[dict[str, T], dict[str, str]]:
+    """Return, by site, what a function finds for its submodule; then for every other site why it found nothing.
+
+    find: takes the submodule, the arguments of its first call on the example, and the stream that it returned; InputError is why.
+    """
+    calls, found, reasons = dict[str, tuple[Any, Tensor | None]](), dict[str, T](), dict[str, str]()
 
     def note(name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         stream = stream_of(output)
         calls.setdefault(name, ((args, kwargs), stream.detach().clone() if isinstance(stream, Tensor) else None))
 
-    with ExitStack() as hooks, torch.no_grad():
+    with undisturbed(network):
+        with ExitStack() as hooks, torch.no_grad():
+            for site in sites:
+                block = network.get_submodule(site.after)
+                hooks.enter_context(block.register_forward_hook(partial(note, site.name), with_kwargs=True))
+            call(network, mapped(example, torch.clone))
         for site in sites:
-            block = network.get_submodule(site.after)
-            hooks.enter_context(block.register_forward_hook(partial(note, site.name), with_kwargs=True))
-        call(network, mapped(example, torch.clone))
-    return calls
+            try:
+                if site.name not in calls:
+                    raise InputError("no forward pass calls it")
+                found[site.name] = find(network.get_submodule(site.after), *calls[site.name])
+            except InputError as error:
+                reasons[site.name] = str(error)
+    return found, reasons
 
 
 def _zeros_at_birth(block: nn.Module, given: Any, first: Tensor | None) -> tuple[str, ...]:
