@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -333,34 +333,29 @@ def _built_in(name: str, tap: Tap, build: Build, parameters: Count, summary: str
     BLUEPRINTS[kind, name] = entry
 
 
-def _mlp(hidden: int, kind: Kind = Kind.VECTOR) -> dict[str, Any]:
-    return {
-        "build": lambda r, w: MLPSeed(r, w, hidden),
-        "parameters": lambda r, w: hidden * (r + 1) + w * (hidden + 1),
-        "kind": kind,
-    }
+def _mlp(hidden: int) -> tuple[Build, Count]:
+    return lambda r, w: MLPSeed(r, w, hidden), lambda r, w: hidden * (r + 1) + w * (hidden + 1)
 
 
-def _rank(rank: int, kind: Kind = Kind.VECTOR) -> dict[str, Any]:
-    return {"build": lambda r, w: Factored(r, w, rank), "parameters": lambda r, w: rank * (r + w), "kind": kind}
+def _rank(rank: int) -> tuple[Build, Count]:
+    return lambda r, w: Factored(r, w, rank), lambda r, w: rank * (r + w)
 
 
 _built_in("affine", Tap.HERE, lambda r, w: Affine(w), lambda r, w: 2 * w, "scale and shift of every feature")
 _built_in("low-rank", Tap.HERE, lambda r, w: LowRank(r, w, 2), lambda r, w: 2 * (r + w) + w, "linear map of rank 2")
-_built_in("mlp-small", Tap.HERE, **_mlp(6), summary="one hidden layer of 6 units: depth")
-_built_in("mlp-large", Tap.HERE, **_mlp(24), summary="one hidden layer of 24 units: depth")
+_built_in("mlp-small", Tap.HERE, *_mlp(6), "one hidden layer of 6 units: depth")
+_built_in("mlp-large", Tap.HERE, *_mlp(24), "one hidden layer of 24 units: depth")
 _built_in("gated", Tap.HERE, Gated, lambda r, w: 2 * (r * w + w), "linear map under a learned gate per feature")
 _built_in("bypass-linear", Tap.BEFORE, LinearMap, lambda r, w: r * w + w, "linear map around the segment: width")
-_built_in("bypass-mlp", Tap.BEFORE, **_mlp(16), summary="hidden layer of 16 units around the segment: width")
-_built_in("bypass-mlp-small", Tap.BEFORE, **_mlp(4), summary="hidden layer of 4 units around the segment: width")
+_built_in("bypass-mlp", Tap.BEFORE, *_mlp(16), "hidden layer of 16 units around the segment: width")
+_built_in("bypass-mlp-small", Tap.BEFORE, *_mlp(4), "hidden layer of 4 units around the segment: width")
 for _k in (1, 2, 4, 8):
     for _kind, _at in ((Kind.VECTOR, ""), (Kind.SEQUENCE, " at each position")):
         _about = f"linear map of rank {_k}{_at} around the segment: width"
-        _built_in(f"bypass-rank-{_k}", Tap.BEFORE, **_rank(_k, _kind), summary=_about)
-_built_in("skip-mlp", Tap.INPUT, **_mlp(8), summary="hidden layer of 8 units from the host's input")
+        _built_in(f"bypass-rank-{_k}", Tap.BEFORE, *_rank(_k), _about, _kind)
+_built_in("skip-mlp", Tap.INPUT, *_mlp(8), "hidden layer of 8 units from the host's input")
 for _k in (2, 8):
-    _about = f"hidden layer of {_k} units around the segment: width"
-    _built_in(f"bypass-mlp-{_k}", Tap.BEFORE, **_mlp(_k), summary=_about)
+    _built_in(f"bypass-mlp-{_k}", Tap.BEFORE, *_mlp(_k), f"hidden layer of {_k} units around the segment: width")
 
 
 def _ends(kind: Kind, full: Build, what: str, sparse: Callable[[int, int, int], nn.Module]) -> None:
@@ -389,56 +384,46 @@ def _convolutional(kind: Kind) -> None:
 
         return partial(maps.convolutions, sizes=sizes, hidden=hidden, sides=sides), parameters
 
-    _built_in("norm", here, lambda r, w: maps.Norm(w, sides), lambda r, w: 2 * w, "each example normalised", kind)
+    add = partial(_built_in, kind=kind)
+    add("norm", here, lambda r, w: maps.Norm(w, sides), lambda r, w: 2 * w, "each example normalised")
     about = "a factor for every channel from the means of all"
-    _built_in(
-        "squeeze-excite", here, lambda r, w: maps.SqueezeExcite(w, 4), lambda r, w: 4 * (r + 1) + 5 * w, about, kind
-    )
-    about, build = (
-        f"{three} within each channel, then {one} across them",
-        partial(maps.depthwise_separable, sides=sides),
-    )
-    _built_in("depthwise-separable", here, build, lambda r, w: (area + 1) * r + r * w + w, about, kind)
-    about = f"{one} to 4 channels, {three}, {one} back: depth"
-    _built_in("bottleneck", here, *convs(1, 3, 1, hidden=(4, 4)), about, kind)
-    about = f"{three} to 4 channels, then {one}: depth"
-    _built_in("conv-light", here, *convs(3, 1, hidden=(4,)), about, kind)
-    about = f"{three} to 16 channels, then {three}: depth"
-    _built_in("conv-heavy", here, *convs(3, 3, hidden=(16,)), about, kind)
-    _built_in(f"bypass-conv-{one}", before, *convs(1), f"{one} around the segment: width", kind)
-    _built_in(f"bypass-conv-{three}", before, *convs(3), f"{three} around the segment: width", kind)
+    add("squeeze-excite", here, lambda r, w: maps.SqueezeExcite(w, 4), lambda r, w: 4 * (r + 1) + 5 * w, about)
+    about, separable = f"{three} within each channel, then {one} across them", maps.depthwise_separable
+    add("depthwise-separable", here, partial(separable, sides=sides), lambda r, w: (area + 1) * r + r * w + w, about)
+    add("bottleneck", here, *convs(1, 3, 1, hidden=(4, 4)), f"{one} to 4 channels, {three}, {one} back: depth")
+    add("conv-light", here, *convs(3, 1, hidden=(4,)), f"{three} to 4 channels, then {one}: depth")
+    add("conv-heavy", here, *convs(3, 3, hidden=(16,)), f"{three} to 16 channels, then {three}: depth")
+    add(f"bypass-conv-{one}", before, *convs(1), f"{one} around the segment: width")
+    add(f"bypass-conv-{three}", before, *convs(3), f"{three} around the segment: width")
     about = f"{three} to 8 channels, then {three}, around the segment: width"
-    _built_in(f"bypass-mlp-{three}", before, *convs(3, 3, hidden=(8,)), about, kind)
-    about = f"{three} to 8 channels from the host's input, then {one}"
-    _built_in("skip-conv", Tap.INPUT, *convs(3, 1, hidden=(8,)), about, kind)
+    add(f"bypass-mlp-{three}", before, *convs(3, 3, hidden=(8,)), about)
+    add("skip-conv", Tap.INPUT, *convs(3, 1, hidden=(8,)), f"{three} to 8 channels from the host's input, then {one}")
     for name in ("low-rank", "mlp-small", *(f"bypass-rank-{k}" for k in (1, 2, 4, 8)), "bypass-mlp-small"):
         entry = BLUEPRINTS[Kind.VECTOR, name]
         of_vectors = partial(maps.Channelwise, entry.build, sides=sides)
-        _built_in(name, entry.tap, of_vectors, entry.parameters, f"{entry.summary}, at each position", kind)
+        add(name, entry.tap, of_vectors, entry.parameters, f"{entry.summary}, at each position")
 
 
-_HERE, _BEFORE, _SEQUENCE = Tap.HERE, Tap.BEFORE, Kind.SEQUENCE
 _convolutional(Kind.MAP)
-_about = "each position normalised"
-_built_in("norm", _HERE, lambda r, w: sequences.NormSeed(w), lambda r, w: 2 * w, _about, _SEQUENCE)
+_add = partial(_built_in, kind=Kind.SEQUENCE)
+_add("norm", Tap.HERE, lambda r, w: sequences.NormSeed(w), lambda r, w: 2 * w, "each position normalised")
 _about = "linear map of rank 4 at each position"
-_built_in("low-rank", _HERE, lambda r, w: LowRank(r, w, 4), lambda r, w: 4 * (r + w) + w, _about, _SEQUENCE)
-_built_in("mlp-small", _HERE, **_mlp(8, _SEQUENCE), summary="one hidden layer of 8 units at each position: depth")
-_built_in("mlp-large", _HERE, **_mlp(32, _SEQUENCE), summary="one hidden layer of 32 units at each position: depth")
+_add("low-rank", Tap.HERE, lambda r, w: LowRank(r, w, 4), lambda r, w: 4 * (r + w) + w, _about)
+_add("mlp-small", Tap.HERE, *_mlp(8), "one hidden layer of 8 units at each position: depth")
+_add("mlp-large", Tap.HERE, *_mlp(32), "one hidden layer of 32 units at each position: depth")
 _about = "linear map at each position under a learned gate per feature"
-_built_in("gated", _HERE, Gated, lambda r, w: 2 * (r * w + w), _about, _SEQUENCE)
+_add("gated", Tap.HERE, Gated, lambda r, w: 2 * (r * w + w), _about)
 _about = "weighted sum of the last 4 positions, feature by feature"
-_built_in("causal-conv", _HERE, lambda r, w: sequences.CausalConv(w, 4), lambda r, w: 5 * w, _about, _SEQUENCE)
+_add("causal-conv", Tap.HERE, lambda r, w: sequences.CausalConv(w, 4), lambda r, w: 5 * w, _about)
 _about = "one causal head of 8 features"
-_built_in("attention", _HERE, lambda r, w: sequences.Attention(r, w, 8), lambda r, w: 24 * r + 9 * w, _about, _SEQUENCE)
+_add("attention", Tap.HERE, lambda r, w: sequences.Attention(r, w, 8), lambda r, w: 24 * r + 9 * w, _about)
 _about = "linear map at each position around the segment: width"
-_built_in("bypass-linear", _BEFORE, LinearMap, lambda r, w: r * w + w, _about, _SEQUENCE)
+_add("bypass-linear", Tap.BEFORE, LinearMap, lambda r, w: r * w + w, _about)
 for _name, _units in (("bypass-mlp", 16), ("bypass-mlp-small", 4)):
     _about = f"hidden layer of {_units} units at each position around the segment: width"
-    _built_in(_name, Tap.BEFORE, **_mlp(_units, _SEQUENCE), summary=_about)
+    _add(_name, Tap.BEFORE, *_mlp(_units), _about)
 _about = "linear map of the normalised features around a last layer"
-_ends(_SEQUENCE, sequences.FullHead, _about, sequences.NormedSparseHead)
-
+_ends(Kind.SEQUENCE, sequences.FullHead, _about, sequences.NormedSparseHead)
 _convolutional(Kind.VOLUME)
 
 
