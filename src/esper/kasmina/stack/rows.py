@@ -449,10 +449,7 @@ class Stack(Columns):
             )
             if one != other:
                 raise ValueError(f"{name} is {one}, where {other} was expected")
-        for name, column in known.items():
-            column.copy_(columns[name])
-        self.columns["gradient"].zero_()
-        self.steps = state["steps"]
+        self.put(np.arange(self.capacity), columns, state["steps"])
         for path, way in state["ways"].items():  # a part that vmap failed on is not tried again
             self._parts[path] = self.part(path)._replace(way=way)
 
