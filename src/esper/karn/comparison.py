@@ -207,8 +207,7 @@ def result_table(runs: Sequence[Compared]) -> Table:
         kept, seconds = f"{seeds['fossilized']} of {seeds['germinated']}", f"{summary['seconds']:,.1f}"
         rows.append((run.name, model.status, test, worth, added, kept, seconds))
     columns = ("run", "status", "test metric", "J", "added parameters", "seeds kept", "seconds")
-    cells = [tuple(map(printable, row)) for row in rows]
-    return Table("What came out of each run, on the test split", columns, cells, texts=(1,))
+    return Table("What came out of each run, on the test split", columns, rows, texts=(1,))
 
 
 def notes(comparison: Comparison) -> list[str]:
@@ -216,7 +215,7 @@ def notes(comparison: Comparison) -> list[str]:
     lines = ["Figures of runs are means ± standard error over environments; differences have a 95 % t interval."]
     formulas = {run.summary["objective_formula"] for run in comparison.runs if run.summary is not None}
     if len(formulas) > 1:
-        lines.append(f"J is not compared where its formula differs: {'; '.join(map(printable, sorted(formulas)))}.")
+        lines.append(f"J is not compared where its formula differs: {'; '.join(sorted(formulas))}.")
     if len(comparison.verdicts) > 1:
         lines.append("Every interval is that of its own pair; none is corrected for the number of pairs.")
     return lines
@@ -260,11 +259,11 @@ FIGURES: Sequence[tuple[str, Callable[[EpisodeSteps], Floats]]] = (
 def content_of(comparison: Comparison) -> Content:
     """Return what the page of a comparison shows."""
     runs = comparison.runs
-    names = [printable(run.name) for run in runs]
+    names = [run.name for run in runs]
     tables = [result_table(runs)]
     pairs = [
         (
-            f"{printable(each.first)} less {printable(each.second)}",
+            f"{each.first} less {each.second}",
             *("-" if found is None else found.shown for found in (each.metric, each.objective, each.params)),
             str(each.metric.pairs or "unpaired"),
         )
@@ -297,8 +296,7 @@ def content_of(comparison: Comparison) -> Content:
             ]
             figures.append(curves(title.capitalize(), steps, series, "step", title))
         lines = ["Lines are medians over environments; bands reach from the 10th to the 90th percentile."]
-        left_out = [printable(name) for name, _, model in drawn if model.population is None]
-        if left_out:
+        if left_out := [name for name, _, model in drawn if model.population is None]:
             lines.append(f"Without steps in their events, and so not drawn: {', '.join(left_out)}.")
         sections.append(ReportSection("curves", "Over time", lines, figures=figures))
 
@@ -309,7 +307,7 @@ def content_of(comparison: Comparison) -> Content:
     ]
     rows = [
         (
-            f"{printable(blueprint)} at {printable(slot)}",
+            f"{blueprint} at {slot}",
             *(
                 f"{count[slot, blueprint]} of {len(networks)}"
                 for count, (_, networks) in zip(counts, grown, strict=True)
@@ -319,7 +317,7 @@ def content_of(comparison: Comparison) -> Content:
     ]
     if grown:
         lines = [] if rows else ["No run kept a seed."]
-        columns = ["seed", *(printable(run.name) for run, _ in grown)]
+        columns = ["seed", *(run.name for run, _ in grown)]
         tables = [Table("Environments that kept a seed", columns, rows)] if rows else []
         sections.append(ReportSection("growth", "What was kept", lines, tables))
 

@@ -10,7 +10,7 @@ from esper.karn.report.drawing import Figure, ForestRow, below_each_other, fores
 from esper.karn.report.frame import Content, ReportSection, flat_settings
 from esper.karn.terminal.console import Table, print_lines, print_table, worker_lines
 from esper.leyline.intervals import MeanInterval
-from esper.leyline.text import counted, printable, rounded
+from esper.leyline.text import counted, rounded
 
 Record = Mapping[str, Any]
 FEW_UNITS = 10  # with fewer instances or runs, a line says that the intervals of a task are too narrow
@@ -74,7 +74,7 @@ def tables_of(estimates: Record, metric: str, record: Record) -> list[Table]:
     headroom = ["headroom"] if any(shares) else []
     objectives, costs = [], []
     for row, share in zip(estimates["controllers"], shares, strict=True):
-        cells = [printable(row["name"]), spread(row["objective"], ".3f"), spread(row["objective_iqm"], ".3f")]
+        cells = [row["name"], spread(row["objective"], ".3f"), spread(row["objective_iqm"], ".3f")]
         if headroom:
             known = {name: None if value is None else 100 * value for name, value in (share or {"value": None}).items()}
             cells.append("-" if known["value"] is None else f"{spread(known, '.0f')} %")
@@ -82,13 +82,13 @@ def tables_of(estimates: Record, metric: str, record: Record) -> list[Table]:
         parts = plain(row["metric"], ".3f"), plain(row["added_params"], ",.0f"), plain(row["kept"], ".2f")
         episodes = row.get("episodes")
         searched = "-" if episodes is None else f"{episodes:,}"
-        costs.append([printable(row["name"]), *parts, f"{row['seconds']:,.1f}", searched])
+        costs.append([row["name"], *parts, f"{row['seconds']:,.1f}", searched])
     differences = []
     for row in compared(estimates, record):
-        pair, probability = map(printable, (row["controller"], row["rule"])), spread(row["probability"], ".2f")
-        differences.append([*pair, spread(row["difference"], "+.3f"), probability])
+        found = spread(row["difference"], "+.3f"), spread(row["probability"], ".2f")
+        differences.append([row["controller"], row["rule"], *found])
     of_objectives = ("controller", "J", "J, interquartile mean", *headroom)
-    of_costs = ("controller", printable(metric), "added parameters", "seeds kept", "training s", "searched")
+    of_costs = ("controller", metric, "added parameters", "seeds kept", "training s", "searched")
     of_differences = ("controller", "against", "difference of J", "P(better)")
     return [
         Table("J of every controller, mean and interquartile mean", of_objectives, objectives),
@@ -176,14 +176,14 @@ def content_of(record: Record, name: str) -> Content:
     tasks = record["tasks"]
     settings = [row for layer in record["settings"] for row in flat_settings(layer)]
     table = Table("Settings of all controllers", ("key", "value"), settings, texts=(1,))
-    names = ", ".join(map(printable, record.get("named") or [])) or "none, only the rules"
+    names = ", ".join(record.get("named") or []) or "none, only the rules"
     part = "held out from every training" if record["part"] == "heldout" else f"of the part {record['part']}"
     asked = [
-        f"Controllers that were named: {names}. Rules to compare with: {', '.join(map(printable, record['rules']))}.",
+        f"Controllers that were named: {names}. Rules to compare with: {', '.join(record['rules'])}.",
         f"Each grew {counted(record['instances'], 'instance')} of every task ({part}, from number {record['first_instance']}) "
         f"under the run seeds {', '.join(map(str, record['seeds']))}.",
         "J is the metric of a task less rent, a price for added parameters (reward.rent). All figures are of the test split.",
-        *map(printable, record.get("lines", ())),
+        *record.get("lines", ()),
         *(f"Grown by {line}." for line in worker_lines(record)),
     ]
     sections = [ReportSection("asked", "What was asked", asked, [table] if record["settings"] else [])]
@@ -191,7 +191,7 @@ def content_of(record: Record, name: str) -> Content:
         sample = sample_words(record, task)
         lines = [f"{sample}."]
         for row in compared(task, record):
-            found, first, second = row["difference"], printable(row["controller"]), printable(row["rule"])
+            found, first, second = row["difference"], row["controller"], row["rule"]
             shown = f"J differs by {spread(found, '+.3f')}"
             if found["low"] is not None and found["low"] <= 0 <= found["high"]:
                 lines.append(f"The difference between {first} and {second} is not resolved by {sample}: {shown}.")
@@ -203,9 +203,9 @@ def content_of(record: Record, name: str) -> Content:
             "a higher J than a run of the other on the same instance.",
             *static_lines(record, task),
             *group_lines(task),
-            *map(printable, task.get("lines", ())),
+            *task.get("lines", ()),
         ]
-        title, tables = f"Task {printable(task['task'])}", tables_of(task, task["metric"], record)
+        title, tables = f"Task {task['task']}", tables_of(task, task["metric"], record)
         sections.append(ReportSection(f"task{index}", title, lines, tables, _figures(task, record), notes=notes))
     if record["together"] is not None:
         together, title = record["together"], f"All {counted(len(tasks), 'task')} together"
@@ -214,7 +214,7 @@ def content_of(record: Record, name: str) -> Content:
         sections.append(ReportSection("together", title, [line], tables, figures, notes=interval_lines(record)))
     machine = Table("Machine", ("name", "value"), flat_settings(record["environment"]), texts=(1,))
     sections.append(ReportSection("machine", "Machine", tables=[machine]))
-    controllers = ", ".join(printable(row["name"]) for row in tasks[0]["controllers"])
+    controllers = ", ".join(row["name"] for row in tasks[0]["controllers"])
     return Content(name, f"evaluation of {controllers}", sections)
 
 

@@ -11,7 +11,7 @@ from esper.karn.run_model import DRAWN_DECISIONS, LISTED, NAN, RunModel
 from esper.karn.terminal.console import Table
 from esper.leyline.intervals import plus_minus
 from esper.leyline.lifecycle.stages import Stage
-from esper.leyline.text import counted, printable
+from esper.leyline.text import counted
 from esper.nissa.rows import LifecycleRow
 
 NAMED = 8  # most environments or steps that a sentence names
@@ -82,8 +82,8 @@ def decisions_section(model: RunModel) -> ReportSection | None:
             prices[seed] = f"{params:,.0f}", rent
         rows = [
             (
-                printable(each.blueprint),
-                printable(each.slot),
+                each.blueprint,
+                each.slot,
                 *prices.get((each.blueprint, each.slot), ("-", "-")),
                 f"{each.tried:,}",
                 f"{each.kept:,}",
@@ -139,12 +139,12 @@ def decisions_section(model: RunModel) -> ReportSection | None:
         refused = [
             (
                 f"{env}",
-                printable(op),
-                printable(slot or "-"),
-                printable(blueprint or "-"),
+                op,
+                slot or "-",
+                blueprint or "-",
                 f"{count:,}",
                 f"{first}" if first == last else f"{first} to {last}",
-                REFUSALS.get(reason, printable(reason)),
+                REFUSALS.get(reason, reason),
             )
             for (reason, env, op, slot, blueprint), (count, first, last) in ordered[:LISTED]
         ]
@@ -156,27 +156,26 @@ def decisions_section(model: RunModel) -> ReportSection | None:
         lines.append("No decision was refused.")
     if model.decided.plantings:
         more = f", the first {LISTED} of {model.decided.planted:,}" if model.decided.planted > LISTED else ""
-        listed = [
-            (f"{each.step}", f"{each.env}", *map(printable, (each.slot, each.blueprint or "", each.why)))
+        planted = [
+            (f"{each.step}", f"{each.env}", each.slot, each.blueprint or "", each.why or "")
             for each in model.decided.plantings
         ]
         columns = ["step", "environment", "slot", "blueprint", "reason"]
-        tables.append(Table(f"Plantings with their reasons{more}", columns, listed, texts=range(2, 5)))
+        tables.append(Table(f"Plantings with their reasons{more}", columns, planted, texts=range(2, 5)))
     if model.decided.total:
         trained = any(isinstance(each.round, int) for each in model.decided.first)
-        listed = [
+        ended = [
             (
                 *([f"{each.round}"] if trained else []),
-                f"{each.step}",
-                f"{each.env}",
-                *map(printable, (each.slot, each.blueprint, _fate(each), each.why)),
+                *(f"{each.step}", f"{each.env}"),
+                *(each.slot, each.blueprint or "", _fate(each), each.why or ""),
             )
             for each in model.decided.first
         ]
         more = f", the first {LISTED} of {model.decided.total:,}" if model.decided.total > LISTED else ""
         columns = [*(["round"] if trained else []), "step", "environment", "slot", "blueprint", "decision", "reason"]
         texts = range(len(columns) - 4, len(columns))
-        tables.append(Table(f"Keeps and prunes with their reasons{more}", columns, listed, texts))
+        tables.append(Table(f"Keeps and prunes with their reasons{more}", columns, ended, texts))
     return ReportSection("decisions", "Decisions and why", lines, tables, figures)
 
 
@@ -199,9 +198,9 @@ def faults_section(model: RunModel) -> ReportSection | None:
                 *([f"{row.round}"] if trained else []),
                 f"{row.step}",
                 f"{row.env}" + (" (twin)" if row.twin else " (validation)" if row.cohort == "validation" else ""),
-                SIGNS.get(row.reason, printable(row.reason.replace("_", " "))),
+                SIGNS.get(row.reason, row.reason.replace("_", " ")),
                 "not finite" if row.loss is None else f"{row.loss:.4g}",
-                ", ".join(printable(seeds.get((row.env, row.step, slot), slot)) for slot in row.pruned) or "none",
+                ", ".join(seeds.get((row.env, row.step, slot), slot) for slot in row.pruned) or "none",
             )
             for row in model.rollbacks[:LISTED]
         ]

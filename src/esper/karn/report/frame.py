@@ -75,14 +75,18 @@ def asset(name: str) -> str:
     return next(place for place in places if place.is_file()).read_text(encoding="utf-8")
 
 
-TEMPLATES = Environment(autoescape=True, trim_blocks=True, loader=FunctionLoader(asset))
-TEMPLATES.filters |= {"draw": draw, "printable": printable}
+def _shown(value: object) -> object:
+    """Return what a template writes for a value: a text that controls no terminal and hides nothing, unless it is markup."""
+    return value if isinstance(value, Markup) else printable(value)
+
+
+TEMPLATES = Environment(autoescape=True, trim_blocks=True, loader=FunctionLoader(asset), finalize=_shown)
+TEMPLATES.filters["draw"] = draw
 
 
 def flat_settings(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return a tree of settings as rows of a dotted key and a value."""
-    written = ((key, json.dumps(value, ensure_ascii=False, default=str)) for key, value in dotted(values))
-    return [(printable(key), printable(value)) for key, value in written]
+    return [(key, json.dumps(value, ensure_ascii=False, default=str)) for key, value in dotted(values)]
 
 
 class Pictures(NamedTuple):

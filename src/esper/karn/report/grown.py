@@ -13,7 +13,7 @@ from esper.karn.run_model import NO_SEED, SIZE_CURVES, RunModel
 from esper.karn.terminal.console import DESCRIPTIONS, Table
 from esper.leyline.intervals import differences, mean_and_error, plus_minus, t_interval
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
-from esper.leyline.text import counted, printable
+from esper.leyline.text import counted
 
 DRAWN_READINGS = 48  # most columns of a figure of sensors or seeds
 DRAWN_SEEDS = 12  # most rows of the figure of what grew where, those that most environments had for the longest time
@@ -184,7 +184,7 @@ def worth_section(model: RunModel) -> ReportSection | None:
     for first, second in combinations(range(len(head.slots)), 2):
         found = [] if measured.interaction is None else measured.interaction[:, first, second].tolist()
         if finite := [each for each in found if np.isfinite(each)]:
-            name = f"{printable(head.slots[first])} with {printable(head.slots[second])}"
+            name = f"{head.slots[first]} with {head.slots[second]}"
             pairs.append((name, plus_minus(*mean_and_error(finite)), f"{len(finite)}"))
     if not pairs:
         lines.append("No environment had two seeds that acted together when interactions were measured.")
@@ -237,17 +237,17 @@ def size_section(model: RunModel) -> ReportSection:
     sizes = " -> ".join(f"{number:,}" for number in [first, *(row.params for row in grown)])
     lines = [
         f"{sizes} parameters after {counted(last.step, 'step')} and {counted(last.seen, 'target')}.",
-        f"{'It is' if grown else 'Nothing grew: it is'} not larger, as {printable(model.why_not_larger)}.",
+        f"{'It is' if grown else 'Nothing grew: it is'} not larger, as {model.why_not_larger}.",
     ]
     rows = [
         (
             f"{row.step:,}",
             f"{row.seen:,}",
             f"{row.params:,}",
-            ", ".join(f"{printable(layer)} {widths[0]} to {widths[1]}" for layer, widths in row.widths.items()),
+            ", ".join(f"{layer} {widths[0]} to {widths[1]}" for layer, widths in row.widths.items()),
             "not looked at" if row.loss is None else f"{row.loss:.4g}",
             f"{row.seconds or 0.0:.2f}",
-            printable(row.why or ""),
+            row.why or "",
         )
         for row in grown
     ]

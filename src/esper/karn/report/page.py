@@ -177,18 +177,16 @@ def _asked(model: RunModel) -> ReportSection:
     config, head = model.config, model.head
     lines = []
     if head is not None:
-        what = f"{counted(head.envs, 'network')} on the task {printable(head.task)}, for {counted(head.steps, 'step')} an episode"
+        what = f"{counted(head.envs, 'network')} on the task {head.task}, for {counted(head.steps, 'step')} an episode"
         ppo = config.get("ppo") or {}
         imitation = ppo.get("imitation_rounds")
         rounds = f"{counted(imitation, 'round')} of imitation and then " if imitation else ""
         rounds += counted(ppo["rounds"], "round") if "rounds" in ppo else "rounds"
-        asked = f"The controller {printable(head.controller)} was asked to grow"
+        asked = f"The controller {head.controller} was asked to grow"
         if config.get("controller") == "ppo":
             asked = f"A controller was to be trained in {rounds} by growing, in every round,"
         lines.append(f"{asked} {what}.")
-        lines.append(
-            f"Slots: {', '.join(map(printable, head.slots))}. Menu: {', '.join(map(printable, head.blueprints))}."
-        )
+        lines.append(f"Slots: {', '.join(head.slots)}. Menu: {', '.join(head.blueprints)}.")
     seeds = (config.get("lifecycle") or {}).get("max_seeds")
     if seeds is not None:
         lines.append(
@@ -214,7 +212,7 @@ def _asked(model: RunModel) -> ReportSection:
             line += f", so a host of {of} parameters that grows to twice its size pays {paid}"
         lines.append(f"{line}.")
     if model.changed:
-        lines.append(f"Changed when the run was resumed: {', '.join(map(printable, model.changed))}.")
+        lines.append(f"Changed when the run was resumed: {', '.join(model.changed)}.")
     usual = dict(flat_settings(Config().model_dump(mode="json")))
     own = [(key, value, usual[key]) for key, value in flat_settings(config) if key in usual and usual[key] != value]
     command = _command(model)
@@ -232,7 +230,7 @@ def _command(model: RunModel) -> str | None:
     words = (model.environment or {}).get("command") or []
     if len(words) < 2 or Path(str(words[0])).name != "esper" or words[1] == "resume":
         return None
-    return printable(shlex.join(["esper", *map(str, words[1:])]))
+    return shlex.join(["esper", *map(str, words[1:])])
 
 
 def _machine(model: RunModel) -> ReportSection:
@@ -251,8 +249,7 @@ def _machine(model: RunModel) -> ReportSection:
     if phases:
         whole = sum(phases.values())
         rows = [
-            (printable(name), f"{seconds:,.2f}", f"{seconds / whole:.0%}" if whole else "-")
-            for name, seconds in phases.items()
+            (name, f"{seconds:,.2f}", f"{seconds / whole:.0%}" if whole else "-") for name, seconds in phases.items()
         ]
         tables.append(Table("Time by phase of a step", ("phase", "seconds", "share"), rows))
     figures, settings = [], flat_settings(model.config)
@@ -305,11 +302,11 @@ def heading(model: RunModel) -> str:
         last = model.sizes[-1]
         steps, params = counted(last.step, "step"), f"{last.params:,} parameters"
         return (
-            f"{printable(head.task)}, widened as a whole: {params} after {steps}, run seed {head.seed}, {head.device}, "
+            f"{head.task}, widened as a whole: {params} after {steps}, run seed {head.seed}, {head.device}, "
             f"{model.status}"
         )
     return (
-        f"{printable(head.task)}, {printable(head.controller)}: {counted(head.envs, 'environment')}, "
+        f"{head.task}, {head.controller}: {counted(head.envs, 'environment')}, "
         f"{counted(head.steps, 'step')} an episode, run seed {head.seed}, {head.device}, {model.status}"
     )
 
@@ -332,12 +329,12 @@ def results(model: RunModel) -> tuple[list[str], list[str], list[Table], list[st
         number = summary["best_round"]
         when = "after imitation" if number < 0 else f"after round {number}, counted from 0"
         return [f"The best controller reached a validation J of {best:.4f}, {when}."], [], [], []
-    verdicts = [printable(summary["verdict"])] if "verdict" in summary else []
+    verdicts = [summary["verdict"]] if "verdict" in summary else []
     if model.status == "interrupted":
         done = f"{summary['steps_done']} of {counted(summary['steps'], 'step')}"
         verdicts.append(f"The run was interrupted after {done}; the figures are those of the networks at that time.")
     if "error" in summary:
-        verdicts.append(f"The run failed: {printable(summary['error']['message'])}")
+        verdicts.append(f"The run failed: {summary['error']['message']}")
     metric, lines = f"test_{summary['metric']}", list[str]()
     scores = summary[metric]["grown"]
     static = {name: each[metric] for name, each in summary.get("baselines", {}).items() if each.get(metric) is not None}
@@ -364,8 +361,8 @@ def results(model: RunModel) -> tuple[list[str], list[str], list[Table], list[st
     known = [(score, env) for env, score in enumerate(scores) if score is not None]
     if len(known) > 1:
         score, env = min(known)
-        there = [f"{_number(values[env])} of {printable(name)}" for name, values in static.items()]
-        line = f"The lowest test {printable(summary['metric'])} is {_number(score)}, in environment {env}"
+        there = [f"{_number(values[env])} of {name}" for name, values in static.items()]
+        line = f"The lowest test {summary['metric']} is {_number(score)}, in environment {env}"
         line += f", beside {', '.join(there)}." if there else "."
         if population is not None:
             begin, end = population.loss[0, env], population.loss[-1, env]
@@ -388,10 +385,10 @@ def results(model: RunModel) -> tuple[list[str], list[str], list[Table], list[st
         kinds = {name: found[key] for name, key in (("grown", "grown"), ("twin", "host")) if found[key] is not None}
         means = {"balanced accuracy": "balanced_accuracy", "F1": "f1_macro", "ROC AUC": "roc_auc"}
         rows = [(name, *(console.estimate(each[key], ".4f") for key in means.values())) for name, each in kinds.items()]
-        rare = ", ".join(map(printable, found["rare"]))
+        rare = ", ".join(map(str, found["rare"]))
         caption = f"Every class counts alike, as some are rare ({rare}): means over classes, on the test split"
         tables.append(Table(caption, ("", *means), rows))
-        names = [printable(name) for name in found["classes"]]
+        names = list(map(str, found["classes"]))
         for name, each in kinds.items():
             if each["confusion"] is None or len(names) > MOST_CLASSES:
                 continue
@@ -407,12 +404,12 @@ def results(model: RunModel) -> tuple[list[str], list[str], list[Table], list[st
     sizes = hosts if isinstance(hosts, list) else [hosts] * len(whole)
     rows = []
     for env, seeds in enumerate(summary["grown"]):
-        kept = ", ".join(f"{printable(blueprint)} at {printable(slot)}" for slot, blueprint in seeds.items())
+        kept = ", ".join(f"{blueprint} at {slot}" for slot, blueprint in seeds.items())
         others = (_number(values[env]) for values in static.values())
         rows.append(
             (str(env), _number(scores[env]), *others, f"{whole[env] - sizes[env]:,}", kept or "none", f"{failed[env]}")
         )
-    named = (f"grown, test {printable(summary['metric'])}", *map(printable, static))
+    named = (f"grown, test {summary['metric']}", *static)
     columns = ("environment", *named, "added parameters", "seeds kept", "rollbacks")
     tables.append(Table("Results by environment", columns, rows, texts=(len(columns) - 2,)))
     notes = [*console.objective_lines(summary), *console.table_notes(summary), *console.split_lines(summary)]

@@ -22,7 +22,7 @@ from esper.karn.serve.access import Door, Guard
 from esper.karn.serve.library import KEPT, Followed, Library, ListedRun
 from esper.leyline.errors import InputError
 from esper.leyline.intervals import plus_minus
-from esper.leyline.text import counted, printable
+from esper.leyline.text import counted
 from esper.nissa.rows import DecisionRow, RunRow
 from esper.store.disk import file_name, open_regular
 from esper.store.files import EVENTS
@@ -74,7 +74,7 @@ class RouteContext:
         shown = self.follow(folder).page_within(PATIENCE)
         if shown is None:
             sentence, version = "The events of this run are being read; its report appears here.", ""
-            content = pages.render("error.html", title=printable(folder.name), sentence=sentence, role="status")
+            content = pages.render("error.html", title=folder.name, sentence=sentence, role="status")
         else:
             content, version = shown.content, shown.version
         live = (f"/runs/{key}/content", version)

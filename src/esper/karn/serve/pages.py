@@ -8,7 +8,6 @@ from starlette.responses import HTMLResponse
 
 from esper.karn.report.frame import TEMPLATES
 from esper.karn.serve.contents import where
-from esper.leyline.text import printable
 
 ASSETS = {
     "report.css": "text/css",
@@ -35,7 +34,7 @@ def shell(
     """Return a whole page around its content. `live` is the address that a page which follows a run asks, and its version."""
     source, version = live or ("", "")
     lives = {"source": source, "version": version}
-    page = render("shell.html", title=printable(title), content=Markup(content), links=links, here=here, **lives)
+    page = render("shell.html", title=title, content=Markup(content), links=links, here=here, **lives)
     return HTMLResponse(page, status)
 
 
@@ -52,11 +51,7 @@ def login_page(status: int = 200, *, wrong: bool = False) -> HTMLResponse:
 
 def error_page(title: str, sentence: str, status: int) -> HTMLResponse:
     """Return a page with one sentence."""
-    return shell(title, render("error.html", title=title, sentence=printable(sentence), role="alert"), status=status)
-
-
-def _known(value: object) -> str:
-    return "-" if value is None else printable(value)
+    return shell(title, render("error.html", title=title, sentence=sentence, role="alert"), status=status)
 
 
 def _moment(seconds: float) -> str:
@@ -71,4 +66,4 @@ def render(template: str, /, **values: object) -> str:
     return TEMPLATES.get_template(template).render(**values)
 
 
-TEMPLATES.filters |= {"known": _known, "moment": _moment, "where": where}
+TEMPLATES.filters |= {"moment": _moment, "where": where}

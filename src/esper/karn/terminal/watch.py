@@ -168,15 +168,14 @@ class Watch(App[None]):
     # What is shown.
 
     def show(self, waiting: str | None) -> None:
-        self._say("#head", waiting or self.head())
+        self._say("#head", self.head() if waiting is None else [waiting])
         room = self.query_one("#curve", Static).content_size
         self._say("#curve", self.curve(room.width or 40, room.height or 8))
-        waits = output_lines(self.model.waited, self.model.timed)
-        self._say("#words", "\n".join(map(printable, [*waits, *self.words()])))
+        self._say("#words", [*output_lines(self.model.waited, self.model.timed), *self.words()])
 
-    def _say(self, part: str, words: str) -> None:
-        """Write a text if it has changed. Only the last part takes the height that its text needs."""
-        before = self._shown.get(part)
+    def _say(self, part: str, lines: Sequence[str]) -> None:
+        """Write lines if they have changed. Only the last part takes the height that its lines need."""
+        before, words = self._shown.get(part), "\n".join(map(printable, lines))
         if words == before:
             return
         self._shown[part] = words
@@ -185,22 +184,22 @@ class Watch(App[None]):
         grown = before is None or _long_lines(words, room) != _long_lines(before, room)
         target.update(Text(words), layout=grown and part == "#words")
 
-    def head(self) -> str:
+    def head(self) -> list[str]:
         """Return three lines: what runs, how far it is, and what became of the seeds."""
         model, head = self.model, self.model.head
-        name = printable(self.folder.resolve().name)
+        name = self.folder.resolve().name
         if head is None:
-            return f"{name}: {self.state}; no events yet (telemetry.level: off writes none)"
+            return [f"{name}: {self.state}; no events yet (telemetry.level: off writes none)"]
         assert model.last is not None
-        failed = f": {printable(model.last.error)}" if model.last.error else ""
+        failed = f": {model.last.error}" if model.last.error else ""
         if model.sizes:
             last = model.sizes[-1]
             growths = sum(bool(row.widths) for row in model.sizes)
-            return (
-                f"{name}: {printable(head.task)}, widened as a whole, {head.device}: {self.state}{failed}\n"
-                f"step {last.step:,}, {last.seen:,} targets\n"
-                f"{last.params:,} parameters; {counted(growths, 'growth')}; {counted(len(model.rollbacks), 'rollback')}"
-            )
+            return [
+                f"{name}: {head.task}, widened as a whole, {head.device}: {self.state}{failed}",
+                f"step {last.step:,}, {last.seen:,} targets",
+                f"{last.params:,} parameters; {counted(growths, 'growth')}; {counted(len(model.rollbacks), 'rollback')}",
+            ]
         done, whole = model.done()
         unit = "round" if model.planned is not None else "step"
         share = min(done / whole, 1.0) if whole else 0.0
@@ -217,18 +216,19 @@ class Watch(App[None]):
             share_of_time, p95 = model.reading
             reading = f"; reading {100 * share_of_time:.0f} %, p95 {1000 * p95:.3g} ms"
         planted, kept, pruned = (model.counts[f"seeds/{fate}"] for fate in ("planted", "kept", "pruned"))
-        return (
-            f"{name}: {printable(head.task)}, {printable(head.controller)}, {counted(head.envs, 'environment')}, "
-            f"{head.device}: {self.state}{failed}\n"
-            f"[{bar}] {unit} {done} of {whole}{ahead}\n"
-            f"seeds: {planted} planted, {kept} kept, {pruned} pruned; {counted(len(model.rollbacks), 'rollback')}{reading}"
-            + "".join(f"\n{line}" for line in model.widenings[-1:])
-        )
+        what = f"{head.task}, {head.controller}, {counted(head.envs, 'environment')}, {head.device}"
+        troubles = counted(len(model.rollbacks), "rollback")
+        return [
+            f"{name}: {what}: {self.state}{failed}",
+            f"[{bar}] {unit} {done} of {whole}{ahead}",
+            f"seeds: {planted} planted, {kept} kept, {pruned} pruned; {troubles}{reading}",
+            *model.widenings[-1:],
+        ]
 
-    def curve(self, width: int, height: int) -> str:
+    def curve(self, width: int, height: int) -> list[str]:
         names = sorted(self.model.curves, key=lambda name: name not in _FIRST)
         if not names:
-            return "no figures yet"
+            return ["no figures yet"]
         self.figure %= len(names)
         name = names[self.figure]
         curve = self.model.curves[name]
@@ -237,8 +237,8 @@ class Watch(App[None]):
         if self.model.planned is None and not self.model.sizes:
             lines += [y[0] for y in curve.y], [y[2] for y in curve.y]
             bands = " (median, 10th and 90th percentile)"
-        title = f"{printable(name)}{bands}: {median[-1]:.4g}  {self.figure + 1}/{len(names)}"
-        return "\n".join([title[:width], *plot(curve.x, lines, width, max(height - 1, 3))])
+        title = f"{name}{bands}: {median[-1]:.4g}  {self.figure + 1}/{len(names)}"
+        return [title[:width], *plot(curve.x, lines, width, max(height - 1, 3))]
 
     def words(self) -> list[str]:
         """Return the rollbacks, what a training or a growth as a whole has to say, or the chosen environment or cell."""
@@ -259,7 +259,7 @@ class Watch(App[None]):
             return [f"not larger, as {model.why_not_larger}", "", *(growths or ["nothing grew yet"])]
         if not model.envs and model.planned is not None:
             wrong = model.rounds[-1].anomalies if model.rounds else {}
-            lines = [f"round {model.rounds[-1].round}: {printable(sentence)}" for sentence in wrong.values()]
+            lines = [f"round {model.rounds[-1].round}: {sentence}" for sentence in wrong.values()]
             return [*lines, "A training shows its curves; c shows the next one."]
         if not model.envs:
             return ["No step yet. With telemetry.level: run there are no step rows, and so no grid."]
