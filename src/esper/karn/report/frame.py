@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FunctionLoader
 from markupsafe import Markup
 
-from esper.karn.report.drawing import Figure, draw, paint
+from esper.karn.report.drawing import LASTING, Figure, draw, paint
 from esper.karn.terminal.console import Table
 from esper.leyline.config.input import dotted
 from esper.leyline.distribution import installed_version
@@ -30,7 +30,6 @@ class ReportSection(NamedTuple):
     lines: Sequence[str] = ()  # sentences at the beginning
     tables: Sequence[Table] = ()
     figures: Sequence[Figure] = ()  # drawn below the tables
-    extra: Markup = Markup()  # what follows them
     notes: Sequence[str] = ()  # sentences at the end
     papers: Sequence[Figure] = ()  # drawn as pictures alone, because the page shows the same with a slider
 
@@ -82,6 +81,7 @@ def _shown(value: object) -> object:
 
 TEMPLATES = Environment(autoescape=True, trim_blocks=True, loader=FunctionLoader(asset), finalize=_shown)
 TEMPLATES.filters["draw"] = draw
+TEMPLATES.globals["stages"] = LASTING
 
 
 def flat_settings(values: Mapping[str, Any]) -> list[tuple[str, str]]:

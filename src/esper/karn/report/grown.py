@@ -3,11 +3,10 @@
 from itertools import combinations
 
 import numpy as np
-from markupsafe import Markup
 from numpy.typing import NDArray
 
 from esper.karn.report.decided import REFUSALS
-from esper.karn.report.drawing import COLOURS, LASTING, Figure, ForestRow, Series, curves, forest, heat_map, timeline
+from esper.karn.report.drawing import COLOURS, Figure, ForestRow, Series, curves, forest, heat_map, timeline
 from esper.karn.report.frame import ReportSection
 from esper.karn.run_model import NO_SEED, SIZE_CURVES, RunModel
 from esper.karn.terminal.console import DESCRIPTIONS, Table
@@ -89,12 +88,6 @@ def growth_section(model: RunModel) -> ReportSection | None:
         stays = [stay for stay in model.stays if stay.slot == s]
         marks = [mark for mark in model.marks if mark.slot == s]
         figures.append(timeline(slot, stays, marks, envs, first, last))
-    keys = [f'<i class="swatch stage{stage.value}"></i>{stage.name}' for stage in LASTING]
-    keys += [
-        f'<i class="letter stage{Stage.GERMINATED.value}">▶</i>GERMINATED: planted at this step',
-        f'<i class="letter stage{Stage.PRUNED.value}">◆</i>PRUNED: removed at this step',
-    ]
-    legend = "".join(f'<span class="key">{key}</span>' for key in keys)
     # Whether the limits on seeds and parameters were reached, and how many decisions they closed or refused.
     lifecycle = model.config.get("lifecycle") or {}
     seeds, incubating = lifecycle.get("max_seeds"), lifecycle.get("max_training_seeds")
@@ -148,8 +141,7 @@ def growth_section(model: RunModel) -> ReportSection | None:
     counts = [[(seeds[:, s] == k).sum() for k in (*range(len(names)), NO_SEED)] for s in range(seeds.shape[1])]
     title = f"Environments with each seed in each slot, after step {population.steps[-1]}"
     paper = heat_map(title, list(head.slots), [*names, "empty"], np.array(counts).astype(float), "blueprint")
-    extra = Markup(f'<p class="legend">{legend}</p>')
-    return ReportSection("growth", "What grew, where and when", lines, figures=figures, extra=extra, papers=[paper])
+    return ReportSection("growth", "What grew, where and when", lines, figures=figures, papers=[paper])
 
 
 def worth_section(model: RunModel) -> ReportSection | None:
