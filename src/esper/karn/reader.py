@@ -1,8 +1,10 @@
 """Read run folders: finished runs, runs in progress, and killed ones. T rows of one kind, E environments, S slots."""
 
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import lru_cache, reduce
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict, cast
@@ -18,7 +20,6 @@ from esper.leyline.config.parsing import LARGEST_YAML, parse_json, parse_yaml
 from esper.leyline.config.tree import BASELINES, Config, build_config
 from esper.leyline.distribution import of_extra
 from esper.leyline.errors import InputError, typed_line
-from esper.leyline.text import counted
 from esper.nissa.events import RunShape, decode_lines, read_events, record
 from esper.nissa.rows import ROWS, Count, Row
 from esper.store.disk import open_regular, read_kept
@@ -123,7 +124,7 @@ class OpenRun:
         content = self._json(ENVIRONMENT)
         if content is not None:
             try:
-                msgspec.convert(content, Environment)
+                msgspec.convert(content, _ENVIRONMENT)
             except msgspec.ValidationError as error:
                 path = self.folder / ENVIRONMENT
                 raise InputError(f"{path} does not describe the machine of a run: {error}; {MEND}") from None
@@ -305,220 +306,165 @@ def _column(values: list[Any]) -> Any:
     return array if array.dtype.kind in "biuf" else values
 
 
-# The types of config.yaml, environment.json and summary.json. Keys that are not named here are left to who reads them.
+# What environment.json and summary.json hold, as shapes, each written as the content that it allows.
+
+
+def _type_of(shape: Any) -> Any:
+    """Return the type of a shape, for `msgspec.convert`.
+
+    A shape is a type; a mapping by key, of which a key that ends in ? may be missing, and others are left to who reads them;
+    {str: values}, a mapping by any key; [items] or [items, number], a list; or a tuple of shapes, of which one must fit.
+    """
+    each, by_key, optional = cast(Any, (list, TypedDict, NotRequired))  # mypy knows no types that are made as it runs
+    match shape:
+        case tuple():
+            return reduce(operator.or_, map(_type_of, shape))
+        case [items, number]:
+            return Annotated[each[_type_of(items)], Meta(min_length=number, max_length=number)]
+        case [items]:
+            return each[_type_of(items)]
+        case dict() if str in shape:
+            return dict[str, _type_of(shape[str])]  # type: ignore[misc]
+        case dict():
+            entry = {}
+            for key, inner in shape.items():
+                kind = _type_of(inner)
+                entry[key.removesuffix("?")] = optional[kind] if key.endswith("?") else kind
+            return by_key("Entry", entry)
+    return shape
+
 
 Value = float | None
+_LABEL = str, int, float, bool
+_STATUS = Literal["running", "finished", "interrupted", "failed"]
+_ENVIRONMENT = _type_of({"command?": [str]})
+_ANY_RUN = {
+    "error?": {"type": str, "message": str},
+    "workers?": {"number": Count, "lost": Count, "waiting_seconds": float},
+    "outputs?": {"waits": Count, "waiting_seconds": float},
+    "explanations?": [str],
+}
+_FAILED = _type_of({**_ANY_RUN, "status?": _STATUS, "steps_done?": Count})  # before it had figures
+_TRAINED = _type_of(
+    {
+        **_ANY_RUN,
+        "status": _STATUS,
+        "rounds_done": Count,
+        "best_round?": (int, None),
+        "best_validation_objective": Value,
+        "last_rounds": {str: Value},
+        "anomalies?": {str: {str: (str, int)}},
+        "controller_share": Value,
+        "rollbacks": {str: Count},
+        "refused": {str: Count},
+        "seconds?": float,
+        "policy_inputs?": {str: float},
+    }
+)
+_SIZED = _type_of(  # a network that became wider as a whole (`esper.AnytimeGrowth`)
+    {
+        **_ANY_RUN,
+        "status": _STATUS,
+        "verdict": str,
+        "steps_done": Count,
+        "seen": Count,
+        "sizes": [Count],
+        "why": str,
+        "seconds": float,
+    }
+)
+_SEED = {"env": Count, "slot": str, "blueprint": str, "step": Count, "reason": str}
+_CLASS_FIGURES = {
+    "balanced_accuracy": [Value],
+    "f1_macro": [Value],
+    "roc_auc": [Value],
+    "confusion": ([[Count]], None),
+}
 
 
-class Environment(TypedDict, total=False):
-    """Describes environment.json."""
-
-    command: list[str]
+_HEAD = _type_of({"envs": Annotated[int, Meta(ge=1, le=2**31)], "metric": str})
 
 
-class _Pair(TypedDict):
-    """Describes a quantity of the twins, None without twins, and of the grown networks; lists over environments."""
-
-    host: list[Value] | None
-    grown: list[Value]
-
-
-class _Steps(TypedDict):
-    host: list[Count] | None
-    grown: list[Count]
-
-
-class _Skipped(TypedDict):
-    updates: Count
-    grown: list[Count]
-
-
-class _Examples(TypedDict):
-    """Describes the numbers of examples by split; lists over environments for a mixture."""
-
-    probe: Count | list[Count]
-    test: Count | list[Count]
-
-
-class _Best(TypedDict):
-    env: Count
-    select: str
-    validation: Value
-
-
-class _Fates(TypedDict):
-    germinated: Count
-    fossilized: Count
-    unfinished: Count
-    discarded: Count
-    pruned: Count
-
-
-class _SeedFate(TypedDict):
-    env: Count
-    slot: str
-    blueprint: str
-    step: Count
-    reason: str
-
-
-class _Static(TypedDict, total=False):
-    """Describes a static network: why it is absent, or its parameters, seconds and `test_` values."""
-
-    absent: str
-    note: str
-    params: list[Count]
-    seconds: Value
-
-
-class _Compared(TypedDict):
-    """Describes J of static networks and the difference of the grown networks from it; without an interval, its ends are None."""
-
-    test_objective: list[Value]
-    difference: Value
-    low: Value
-    high: Value
-
-
-class _ClassFigures(TypedDict):
-    balanced_accuracy: list[Value]
-    f1_macro: list[Value]
-    roc_auc: list[Value]
-    confusion: list[list[Count]] | None
-
-
-class _RareClasses(TypedDict):
-    classes: list[str | int | float | bool]
-    rare: list[str | int | float | bool]
-    examples: list[Count]
-    weighted: bool
-    grown: _ClassFigures
-    host: _ClassFigures | None
-
-
-class _Failure(TypedDict):
-    type: str
-    message: str
-
-
-class _Workers(TypedDict):
-    number: Count
-    lost: Count
-    waiting_seconds: float
-
-
-class _Outputs(TypedDict):
-    waits: Count
-    waiting_seconds: float
-
-
-class Summary(TypedDict, total=False):
-    """Describes what summary.json holds for any run."""
-
-    error: _Failure
-    workers: _Workers
-    outputs: _Outputs
-    explanations: list[str]
-
-
-class _Widened(Summary):
-    step: Count
-    host_params_before: Count
-    host_params: Count
-
-
-class Failed(Summary, total=False):
-    """Describes summary.json of a run that failed before it had figures."""
-
-    status: Literal["running", "finished", "interrupted", "failed"]
-    steps_done: Count
-
-
-class Grown(Summary):
-    """Describes summary.json of a growth that came to its end."""
-
-    status: Literal["running", "finished", "interrupted", "failed"]
-    verdict: NotRequired[str]
-    task: str
-    controller: str
-    envs: Annotated[int, Meta(ge=1, le=2**31)]
-    steps: Count
-    steps_done: Count
-    epochs_done: NotRequired[Value]
-    seed: Count
-    device: str
-    rows: Count
-    metric: str
-    objective_formula: str
-    examples: NotRequired[_Examples]
-    host_params: Count | list[Count]
-    grown_params: list[Count]
-    best: _Best
-    baselines: NotRequired[dict[str, _Static]]
-    compared: NotRequired[dict[str, _Compared]]
-    constant: NotRequired[dict[str, list[Value]]]
-    rare_classes: NotRequired[_RareClasses]
-    seeds: _Fates
-    grown: list[dict[str, str]]
-    widened: NotRequired[list[_Widened]]
-    widen_ahead: NotRequired[list[Count]]
-    best_step: _Steps | None
-    stopped_early: bool
-    stopped_because: str | None
-    rollbacks: dict[str, Count]
-    refused: dict[str, Count]
-    skipped_updates: NotRequired[_Skipped]
-    plantings: NotRequired[list[_SeedFate]]
-    keeps: NotRequired[list[_SeedFate]]
-    prunes: NotRequired[list[_SeedFate]]
-    seconds: float
-    env_steps_per_second: Value
-    phase_seconds: NotRequired[dict[str, float]]
-    reading_p95: NotRequired[float]
-
-
-class FinishedTraining(Summary):
-    """Describes summary.json of a training that came to its end."""
-
-    status: Literal["running", "finished", "interrupted", "failed"]
-    rounds_done: Count
-    best_round: NotRequired[int | None]
-    best_validation_objective: Value
-    last_rounds: dict[str, Value]
-    anomalies: NotRequired[dict[str, dict[str, str | int]]]
-    controller_share: Value
-    rollbacks: dict[str, Count]
-    refused: dict[str, Count]
-    seconds: NotRequired[float]
-    policy_inputs: NotRequired[dict[str, float]]
-
-
-class Sized(Summary):
-    """Describes summary.json of a network that became wider as a whole (`esper.AnytimeGrowth`)."""
-
-    status: Literal["running", "finished", "interrupted", "failed"]
-    verdict: str
-    steps_done: Count
-    seen: Count
-    sizes: list[Count]
-    why: str
-    seconds: float
+@lru_cache
+def _grown(envs: int, metric: str) -> Any:
+    """Return the type of the summary of a growth that came to its end."""
+    values, counts, one_or_each = [Value, envs], [Count, envs], (Count, [Count, envs])  # over environments
+    pair = {"host": (values, None), "grown": values}  # of the twins, None without twins, and of the grown networks
+    return _type_of(
+        {
+            **_ANY_RUN,
+            "status": _STATUS,
+            "verdict?": str,
+            "task": str,
+            "controller": str,
+            "envs": Count,
+            "steps": Count,
+            "steps_done": Count,
+            "epochs_done?": Value,
+            "seed": Count,
+            "device": str,
+            "rows": Count,
+            "metric": str,
+            "objective_formula": str,
+            "examples?": {"train?": one_or_each, "probe": one_or_each, "validation?": one_or_each, "test": one_or_each},
+            "host_params": one_or_each,
+            "grown_params": counts,
+            **{f"{split}_{name}": pair for split in ("test", "validation") for name in (metric, "loss", "objective")},
+            "best": {"env": Annotated[int, Meta(ge=0, lt=envs)], "select": str, "validation": Value},
+            "baselines?": {
+                str: {
+                    "absent?": str,
+                    "note?": str,
+                    "params?": counts,
+                    "seconds?": Value,
+                    f"test_{metric}?": values,
+                }
+            },
+            "compared?": {str: {"test_objective": [Value], "difference": Value, "low": Value, "high": Value}},
+            "constant?": {f"test_{metric}": values},
+            "rare_classes?": {
+                "classes": [_LABEL],
+                "rare": [_LABEL],
+                "examples": [Count],
+                "weighted": bool,
+                "grown": _CLASS_FIGURES,
+                "host": (_CLASS_FIGURES, None),
+            },
+            "seeds": dict.fromkeys(("germinated", "fossilized", "unfinished", "discarded", "pruned"), Count),
+            "grown": [{str: str}, envs],
+            "widened?": [{"step": Count, "host_params_before": Count, "host_params": Count}],
+            "widen_ahead?": [Count],
+            "best_step": ({"host": (counts, None), "grown": counts}, None),
+            "stopped_early": bool,
+            "stopped_because": (str, None),
+            "rollbacks": {str: Count},
+            "refused": {str: Count},
+            "skipped_updates?": {"updates": Count, "grown": [Count]},
+            "plantings?": [_SEED],
+            "keeps?": [_SEED],
+            "prunes?": [_SEED],
+            "seconds": float,
+            "env_steps_per_second": Value,
+            "phase_seconds?": {str: float},
+            "reading_p95?": float,
+        }
+    )
 
 
 def check_summary(summary: Any, path: Path) -> None:
     """Raise InputError, which names the key, if the content is not that of a summary.json."""
     try:
-        kinds = {"grown_params": Grown, "rounds_done": FinishedTraining, "sizes": Sized}
-        kind = next((kinds[key] for key in kinds if key in summary), Failed)
-        msgspec.convert(summary, kind)
-        if kind is Grown:
-            for place, values in _of_environments(summary):
-                if len(values) != summary["envs"]:
-                    raise msgspec.ValidationError(
-                        f"Expected {counted(summary['envs'], 'entry', 'entries')}, got {len(values)} - at `$.{place}`"
-                    )
-            if summary["best"]["env"] >= summary["envs"]:
-                raise msgspec.ValidationError(f"Expected `int` < {summary['envs']} - at `$.best.env`")
+        if "grown_params" in summary:
+            msgspec.convert(summary, _HEAD)
+            msgspec.convert(summary, _grown(summary["envs"], summary["metric"]))
+            for name, static in summary.get("baselines", {}).items():
+                if name not in BASELINES:
+                    raise msgspec.ValidationError(f"Invalid enum value {name!r} - at `key in $.baselines`")
+                for key in {"params", f"test_{summary['metric']}"} - static.keys() if "absent" not in static else ():
+                    raise msgspec.ValidationError(f"Object missing required field `{key}` - at `$.baselines.{name}`")
+        else:
+            kinds = {"rounds_done": _TRAINED, "sizes": _SIZED}
+            msgspec.convert(summary, next((kinds[key] for key in kinds if key in summary), _FAILED))
     except (msgspec.ValidationError, TypeError) as error:
         raise InputError(f"{path} is not the summary of a run: {error}; {MEND}") from None
 
@@ -529,36 +475,6 @@ def is_whole(summary: Any, training: bool) -> bool:
         check_summary(summary, Path(SUMMARY))
         return ("rounds_done" if training else "grown_params") in summary
     return False
-
-
-def _of_environments(summary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the place and the content of every list over environments. ValidationError if one is of other values."""
-    yield "grown_params", summary["grown_params"]
-    yield "grown", summary["grown"]
-    if isinstance(summary["host_params"], list):
-        yield "host_params", summary["host_params"]
-    for name, sizes in summary.get("examples", {}).items():
-        if isinstance(sizes, list):
-            yield f"examples.{name}", sizes
-    names = [f"{split}_{name}" for split in ("test", "validation") for name in (summary["metric"], "loss", "objective")]
-    pairs: dict[str, Any] = {name: summary.get(name) for name in names}
-    msgspec.convert(pairs, dict[str, _Pair])
-    if summary["best_step"] is not None:
-        pairs["best_step"] = summary["best_step"]
-    for name, pair in pairs.items():
-        for part in ("host", "grown"):
-            if pair[part] is not None:
-                yield f"{name}.{part}", pair[part]
-    if "constant" in summary:
-        msgspec.convert(summary["constant"].get(names[0]), list[Value])
-        yield f"constant.{names[0]}", summary["constant"][names[0]]
-    for name, static in summary.get("baselines", {}).items():
-        if name not in BASELINES:
-            raise msgspec.ValidationError(f"Invalid enum value {name!r} - at `key in $.baselines`")
-        for key in ("params", names[0]):
-            if "absent" not in static:
-                msgspec.convert(static.get(key), list[Value])
-                yield f"baselines.{name}.{key}", static[key]
 
 
 def _known(content: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
