@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ PART = 2**22  # events that are read at once, so that memory holds few rows of a
 KEPT = 8  # runs whose rows are kept in memory, those that were asked for last
 _makers = ThreadPoolExecutor(4, "page")
 DEPTH = 4  # levels of folders below a named one in which runs are looked for
+KNOWN = 2**14  # entries of runs that are kept, each with the state of the files that it was read from
 LOOK_EVERY = 2.0  # least time between two searches for runs [seconds]
 
 
@@ -70,15 +72,15 @@ class Library:
         self.roots = [root.resolve() for root in roots]
         self._lock = threading.Lock()
         self._found: dict[str, tuple[str, Path]] = {}  # name and folder by key
-        # Entry by key, with the state of the files that it was read from.
-        self._known: dict[str, tuple[object, ListedRun]] = {}
+        self._entry = lru_cache(KNOWN)(_entry)
         self._looked = float("-inf")
 
     def entries(self) -> list[ListedRun]:
         """Return all runs, the newest first."""
         with self._lock:
             self._look()
-            found = [self._entry(key, name, folder) for key, (name, folder) in self._found.items() if _is_there(folder)]
+            there = [(key, *found) for key, found in self._found.items() if _is_there(found[1])]
+            found = [self._entry(key, name, folder, file_state(folder)) for key, name, folder in there]
         return sorted(found, key=lambda entry: (-entry.began, entry.name))
 
     def folder(self, key: str) -> Path | None:
@@ -99,32 +101,26 @@ class Library:
             key_of(folder): (folder.name if folder == root else str(folder.relative_to(root)), folder)
             for root, folder in found
         }
-        self._known = {key: known for key, known in self._known.items() if key in self._found}
 
-    def _entry(self, key: str, name: str, folder: Path) -> ListedRun:
-        """Return the entry of a folder, from its config, its summary and the first row of its events."""
-        state = file_state(folder)
-        known = self._known.get(key)
-        if known is not None and known[0] == state:
-            return known[1]
-        try:
-            run = open_run(folder)
-            began = (folder / CONFIG).stat().st_mtime
-            config, status = run.config, run.status
-            head = next(run.rows(), None)
-            task = ", ".join(map(str, config.get("tasks") or (config.get("task"),)))
-            controller = str(config.get("controller"))
-            envs = config.get("envs") if isinstance(config.get("envs"), int) else None
-            if isinstance(head, RunRow):
-                controller, envs, began = head.controller, head.envs, head.time
-            entry = ListedRun(key, name, folder, task, controller, status, envs, began, None)
-        except (InputError, OSError) as error:
-            began = 0.0
-            with suppress(OSError):
-                began = folder.stat().st_mtime
-            entry = ListedRun(key, name, folder, "", "", None, None, began, first_line(error))
-        self._known[key] = state, entry
-        return entry
+
+def _entry(key: str, name: str, folder: Path, state: object) -> ListedRun:
+    """Return the entry of a folder whose files have a state, from its config, its summary and the first row of its events."""
+    try:
+        run = open_run(folder)
+        began = (folder / CONFIG).stat().st_mtime
+        config, status = run.config, run.status
+        head = next(run.rows(), None)
+        task = ", ".join(map(str, config.get("tasks") or (config.get("task"),)))
+        controller = str(config.get("controller"))
+        envs = config.get("envs") if isinstance(config.get("envs"), int) else None
+        if isinstance(head, RunRow):
+            controller, envs, began = head.controller, head.envs, head.time
+        return ListedRun(key, name, folder, task, controller, status, envs, began, None)
+    except (InputError, OSError) as error:
+        began = 0.0
+        with suppress(OSError):
+            began = folder.stat().st_mtime
+        return ListedRun(key, name, folder, "", "", None, None, began, first_line(error))
 
 
 def key_of(folder: Path) -> str:
