@@ -9,10 +9,10 @@ import esper
 from esper.karn.evaluation import (
     compared,
     draw_evaluation,
+    interval,
     interval_lines,
     plain,
     print_evaluation,
-    spread,
 )
 from esper.leyline.errors import InputError
 from pages import EVIL, Page
@@ -140,7 +140,7 @@ def test_a_single_run_has_no_interval_and_no_legend_of_one():
 
 
 def test_a_difference_that_rounds_to_zero_has_no_minus():
-    assert spread({"value": -0.0001, "low": -0.02, "high": -0.0004}, "+.3f") == "+0.000 [-0.020, +0.000]"
+    assert f"{interval({'value': -0.0001, 'low': -0.02, 'high': -0.0004}):+.3f}" == "+0.000 [-0.020, +0.000]"
     assert plain({"value": -0.0001}, ".3f") == "0.000"
 
 
@@ -170,8 +170,8 @@ def test_several_tasks_have_a_table_together():
 
 
 def test_what_is_absent_is_a_dash_and_without_bounds_there_is_a_value_alone():
-    assert spread(ABSENT, ".3f") == plain(ABSENT, ".3f") == "-"
-    assert spread(ABSENT | {"value": 0.5}, ".3f") == "0.500"
+    assert f"{interval(ABSENT):.3f}" == plain(ABSENT, ".3f") == "-"
+    assert f"{interval(ABSENT | {'value': 0.5}):.3f}" == "0.500"
 
 
 @pytest.mark.parametrize(("form", "start"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")])

@@ -1,7 +1,7 @@
 """Show an evaluation, from the object that `esper eval --json` prints, as tables, a figure and a page."""
 
-from collections.abc import Mapping, Sequence
-from math import nan
+from collections.abc import Mapping
+from math import isnan, nan
 from typing import Any
 
 from rich.console import Console
@@ -74,10 +74,10 @@ def tables_of(estimates: Record, metric: str, record: Record) -> list[Table]:
     headroom = ["headroom"] if any(shares) else []
     objectives, costs = [], []
     for row, share in zip(estimates["controllers"], shares, strict=True):
-        cells = [row["name"], spread(row["objective"], ".3f"), spread(row["objective_iqm"], ".3f")]
+        cells = [row["name"], f"{interval(row['objective']):.3f}", f"{interval(row['objective_iqm']):.3f}"]
         if headroom:
             known = {name: None if value is None else 100 * value for name, value in (share or {"value": None}).items()}
-            cells.append("-" if known["value"] is None else f"{spread(known, '.0f')} %")
+            cells.append("-" if known["value"] is None else f"{interval(known):.0f} %")
         objectives.append(cells)
         parts = plain(row["metric"], ".3f"), plain(row["added_params"], ",.0f"), plain(row["kept"], ".2f")
         episodes = row.get("episodes")
@@ -85,7 +85,7 @@ def tables_of(estimates: Record, metric: str, record: Record) -> list[Table]:
         costs.append([row["name"], *parts, f"{row['seconds']:,.1f}", searched])
     differences = []
     for row in compared(estimates, record):
-        found = spread(row["difference"], "+.3f"), spread(row["probability"], ".2f")
+        found = f"{interval(row['difference']):+.3f}", f"{interval(row['probability']):.2f}"
         differences.append([row["controller"], row["rule"], *found])
     of_objectives = ("controller", "J", "J, interquartile mean", *headroom)
     of_costs = ("controller", metric, "added parameters", "seeds kept", "training s", "searched")
@@ -152,10 +152,10 @@ def draw_evaluation(record: Record, form: str = "png") -> bytes:
     return paint(below_each_other(figures), form)
 
 
-def spread(estimate: Record, form: str) -> str:
-    """Return an estimate with its interval: 0.712 [0.690, 0.735]; '-' if it is absent."""
+def interval(estimate: Record) -> MeanInterval:
+    """Return an estimate with its interval, written as 0.712 [0.690, 0.735]; what is absent is nan, and '-' for the estimate."""
     value, low, high = (nan if estimate[name] is None else estimate[name] for name in ("value", "low", "high"))
-    return f"{MeanInterval(value, low, high, 0):{form}}"
+    return MeanInterval(value, low, high, 0)
 
 
 def plain(estimate: Record, form: str) -> str:
@@ -191,12 +191,12 @@ def content_of(record: Record, name: str) -> Content:
         sample = sample_words(record, task)
         lines = [f"{sample}."]
         for row in compared(task, record):
-            found, first, second = row["difference"], row["controller"], row["rule"]
-            shown = f"J differs by {spread(found, '+.3f')}"
-            if found["low"] is not None and found["low"] <= 0 <= found["high"]:
+            found, first, second = interval(row["difference"]), row["controller"], row["rule"]
+            shown = f"J differs by {found:+.3f}"
+            if found.above or found.below:
+                lines.append(f"{first} is {'better' if found.above else 'worse'} than {second}: {shown}.")
+            elif not isnan(found.low):
                 lines.append(f"The difference between {first} and {second} is not resolved by {sample}: {shown}.")
-            elif found["low"] is not None:
-                lines.append(f"{first} is {'better' if found['value'] > 0 else 'worse'} than {second}: {shown}.")
         notes = [
             *interval_lines(record),
             "Interquartile mean: the mean over the middle half of the runs. P(better): how probably a run of the controller has "
@@ -225,17 +225,12 @@ def _figures(estimates: Record, record: Record) -> list[Figure]:
         for which, figure in (("", "objective"), (", interquartile mean", "objective_iqm"))
     ]
     pairs = [(f"{row['controller']} less {row['rule']}", row["difference"]) for row in compared(estimates, record)]
-    return [
-        forest("J on the test split", _forest_rows(controllers, ".4f"), "J, with its interval"),
-        forest("Paired differences of J", _forest_rows(pairs, "+.4f"), "difference of J, with its interval"),
-    ]
-
-
-def _forest_rows(named: Sequence[tuple[str, Record]], form: str) -> list[ForestRow]:
-    rows = []
-    for name, estimate in named:
-        if estimate["value"] is None:
-            continue
-        low, high = (float("nan") if estimate[end] is None else estimate[end] for end in ("low", "high"))
-        rows.append(ForestRow(name, estimate["value"], low, high, "plain", f"{name}: {spread(estimate, form)}"))
-    return rows
+    figures = []
+    for title, named, form, unit in (
+        ("J on the test split", controllers, ".4f", "J, with its interval"),
+        ("Paired differences of J", pairs, "+.4f", "difference of J, with its interval"),
+    ):
+        known = [(name, interval(estimate)) for name, estimate in named if estimate["value"] is not None]
+        rows = [ForestRow(name, *found[:3], "plain", f"{name}: {found:{form}}") for name, found in known]
+        figures.append(forest(title, rows, unit))
+    return figures
