@@ -11,7 +11,7 @@ import numpy as np
 
 from esper.karn.reader import fitting_files, open_run, read_model
 from esper.karn.report.drawing import COLOURS, Series, curves
-from esper.karn.report.frame import Content, ReportSection, flat_settings, render, write_page
+from esper.karn.report.frame import Content, ReportSection, flat_settings, write_page
 from esper.karn.run_model import EpisodeSteps, Floats, RunModel
 from esper.karn.terminal.console import Table, estimate
 from esper.leyline.config.arguments import to_path
@@ -47,25 +47,13 @@ class Compared(NamedTuple):
         return {key: float(value) for key, value in zip(keys, values, strict=True) if value is not None}
 
 
-class Difference(NamedTuple):
-    """Holds the first run's value less the second's, with a 95 % interval.
-
-    Attributes:
-        mean (float): mean difference; nan if a run has no value
-        low (float): lower end of the interval; nan with fewer than two values
-        high (float): upper end
-        pairs (int): environments that both runs have, over which the difference is paired; 0 if they share none
-    """
-
-    mean: float
-    low: float
-    high: float
-    pairs: int
+class Difference(MeanInterval):
+    """Holds the first run's value less the second's, with a 95 % interval; nan where a run has too few values."""
 
     @property
-    def shown(self) -> str:
-        """The difference as +0.078 [+0.031, +0.124]."""
-        return f"{MeanInterval(*self):+.4f}"
+    def pairs(self) -> int:
+        """Number of environments that both runs have, over which the difference is paired; 0 if they share none."""
+        return self.size
 
 
 class Verdict(NamedTuple):
@@ -145,16 +133,16 @@ def verdict(first: Compared, second: Compared) -> Verdict:
     over = f"over {counted(metric.pairs, 'environment')} that both grew from the same host and data"
     if not metric.pairs:
         over = "unpaired, because the runs share no environment (task, seed and instances)"
-    shown = f"test {printable(one['metric'])} {metric.shown}, {over}"
+    shown = f"test {printable(one['metric'])} {metric:+.4f}, {over}"
     if objective is not None:
-        shown += f"; J {objective.shown}"
+        shown += f"; J {objective:+.4f}"
     if math.isnan(metric.low):
         sentence = f"{one_name} and {other_name} differ by {shown}: too few environments for an interval."
-    elif metric.low <= 0 <= metric.high:
+    elif not metric.above and not metric.below:
         by = f" by {counted(metric.pairs, 'environment')}" if metric.pairs else ""
         sentence = f"The difference in the metric between {one_name} and {other_name} is not resolved{by}: {shown}."
     else:
-        sentence = f"{one_name} is {'better' if metric.mean > 0 else 'worse'} than {other_name}: {shown}."
+        sentence = f"{one_name} is {'better' if metric.above else 'worse'} than {other_name}: {shown}."
     return Verdict(*names, metric, objective, params, sentence)
 
 
@@ -187,7 +175,8 @@ def as_record(found: Verdict) -> dict[str, Any]:
     record: dict[str, Any] = {"first": found.first, "second": found.second, "sentence": found.sentence}
     for name in ("metric", "objective", "params"):
         one: Difference | None = getattr(found, name)
-        record[name] = one and {key: None if math.isnan(value) else value for key, value in one._asdict().items()}
+        plain = [None if math.isnan(value) else value for value in one or ()]
+        record[name] = dict(zip(("mean", "low", "high", "pairs"), plain, strict=True)) if one else None
     return record
 
 
@@ -244,7 +233,7 @@ def compare(*runs: str | PathLike[str], out: str | PathLike[str] | None = None) 
     """
     comparison = read_comparison(runs)
     if out is not None:
-        write_page(to_path(out, "out"), render(content_of(comparison)))
+        write_page(to_path(out, "out"), content_of(comparison))
     return comparison
 
 
@@ -264,7 +253,7 @@ def content_of(comparison: Comparison) -> Content:
     pairs = [
         (
             f"{each.first} less {each.second}",
-            *("-" if found is None else found.shown for found in (each.metric, each.objective, each.params)),
+            *("-" if found is None else f"{found:+.4f}" for found in (each.metric, each.objective, each.params)),
             str(each.metric.pairs or "unpaired"),
         )
         for each in comparison.verdicts

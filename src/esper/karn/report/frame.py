@@ -60,10 +60,10 @@ def render_content(content: Content) -> Markup:
     return Markup(TEMPLATES.get_template("content.html").render(**content._asdict()))
 
 
-def write_page(path: Path, content: str) -> Path:
+def write_page(path: Path, content: Content) -> Path:
     """Write a page and return its path. InputError if that is impossible."""
     with system_in_words(f"the page {path} cannot be written", "name another file"):
-        write_atomic(path, content.encode())
+        write_atomic(path, render(content))
     return path
 
 

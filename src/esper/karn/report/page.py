@@ -74,7 +74,7 @@ def write_report(run: str | PathLike[str], out: str | PathLike[str] | None = Non
     written.
     """
     folder = to_path(run, "run")
-    return frame.write_page(folder / REPORT if out is None else to_path(out, "out"), frame.render(read_content(folder)))
+    return frame.write_page(folder / REPORT if out is None else to_path(out, "out"), read_content(folder))
 
 
 def draw_report(run: str | PathLike[str], folder: str | PathLike[str], form: str = "png") -> Pictures:
@@ -122,7 +122,7 @@ def report_of_evaluation(record: Mapping[str, Any], folder: Path) -> None:
     """Write the report of an evaluation to its folder. An error only issues a RunWarning, as a report can be written again."""
     try:
         content = evaluation.content_of(json.loads(to_json(record)), folder.resolve().name)
-        frame.write_page(folder / REPORT, frame.render(content))
+        frame.write_page(folder / REPORT, content)
     except (InputError, OSError) as error:
         warn(f"no report was written: {error}", RunWarning)
 
