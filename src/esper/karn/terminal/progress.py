@@ -31,7 +31,7 @@ class AnswersOnly(Progress):
     """Shows only the answer to Ctrl-C, which explains why the run does not end at once."""
 
     def __init__(self, console: Console) -> None:
-        console.file = steady(console.file)
+        console.file = steady(console.file)  # what cannot be written is dropped
         self._console = console
 
     def answer(self, text: str) -> None:
@@ -106,11 +106,12 @@ class Bar(Progress):
         self._progress.stop()
 
 
-class Lines(Progress):
+class Lines(AnswersOnly):
     """Prints plain lines, for a file or a pipe: the first step, the last step, and one step every few seconds between them."""
 
     def __init__(self, console: Console, steps: int, metric: str, seconds: float = 5.0) -> None:
-        self._console, self._steps, self._metric, self._seconds = console, steps, metric, seconds
+        super().__init__(console)
+        self._steps, self._metric, self._seconds = steps, metric, seconds
         self._due = -math.inf
 
     def step(self, view: View, speed: float, rollbacks: int) -> None:
@@ -119,10 +120,7 @@ class Lines(Progress):
             self._due = now + self._seconds
             self.note(f"step {view.step}/{self._steps}  {figures(view, speed, self._metric, rollbacks)}")
 
-    def note(self, text: str) -> None:
-        print_lines(self._console, text)
-
-    answer = note
+    note = AnswersOnly.answer
 
 
 OF_ROUNDS = (
@@ -138,12 +136,12 @@ OF_ROUNDS = (
 """The figures of a round that are shown, with their labels and formats."""
 
 
-class Rounds(Progress):
+class Rounds(AnswersOnly):
     """Shows the progress of a training: one line per round, which a terminal shows in place of the one before."""
 
     def __init__(self, console: Console) -> None:
-        console.file = steady(console.file)  # what cannot be written is dropped
-        self._console, self._started = console, time.monotonic()
+        super().__init__(console)
+        self._started = time.monotonic()
         self._pace: Pace | None = None
         self._status = console.status("growing the first round") if console.file.isatty() else None
 
@@ -162,8 +160,7 @@ class Rounds(Progress):
             self._pace = Pace(rounds - number, "rounds", self.note)
             self._pace.add(1, time.monotonic() - self._started)
 
-    def note(self, text: str) -> None:
-        print_lines(self._console, text)
+    note = AnswersOnly.answer
 
     def __enter__(self) -> Self:
         self._started = time.monotonic()
