@@ -8,8 +8,9 @@ import pytest
 
 from esper.nissa.events import read_events
 from esper.nissa.hub import Hub
-from esper.nissa.outputs import JsonLines, OutputError
+from esper.nissa.outputs import JsonLines
 from esper.nissa.rows import LifecycleRow, Row, StepRow
+from esper.store.disk import Unwritable
 from populations import Memory
 
 
@@ -131,7 +132,7 @@ def test_of_rows_that_cannot_all_be_written_none_is_left(tmp_path):
 
     with closing(Hub([JsonLines(tmp_path / "events.jsonl", half)])) as hub:
         hub.emit(change())
-        with pytest.raises(OutputError, match="No space left"):
+        with pytest.raises(Unwritable, match="No space left"):
             hub.extend([change(), change()])
         assert hub.seq == 1
     assert len(rows(tmp_path / "events.jsonl")) == 1
@@ -184,22 +185,22 @@ def test_no_rows_no_file(tmp_path):
 
 
 def test_a_full_disk_stops_the_run_with_a_sentence(full_device):
-    with closing(Hub([JsonLines(full_device)])) as hub, pytest.raises(OutputError, match="No space left"):
+    with closing(Hub([JsonLines(full_device)])) as hub, pytest.raises(Unwritable, match="No space left"):
         hub.emit(change())
 
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path):
     missing = tmp_path / "absent" / "events.jsonl"
-    with closing(Hub([JsonLines(missing)])) as hub, pytest.raises(OutputError, match="absent"):
+    with closing(Hub([JsonLines(missing)])) as hub, pytest.raises(Unwritable, match="absent"):
         hub.emit(change())
 
 
 def test_a_failed_output_takes_no_number():
     class Broken(Memory):
         def write(self, row: Row) -> None:
-            raise OutputError("broken")
+            raise Unwritable("broken")
 
     hub = Hub([Broken()])
-    with pytest.raises(OutputError):
+    with pytest.raises(Unwritable):
         hub.emit(change())
     assert hub.seq == 0

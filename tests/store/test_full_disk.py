@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 
 from esper.nissa.hub import Hub
-from esper.nissa.outputs import JsonLines, OutputError
+from esper.nissa.outputs import JsonLines
 from esper.nissa.rows import LifecycleRow
 from esper.runs.folder.interrupt import Interrupt
 from esper.store import disk as module
@@ -175,6 +175,6 @@ def test_a_row_that_finds_no_room_in_time_leaves_no_part_of_itself(tmpfs, notes,
 def test_without_patience_a_full_disk_is_an_error(tmpfs):
     with closing(Hub([JsonLines(tmpfs.path / "events.jsonl")])) as hub:
         tmpfs.fill()
-        with pytest.raises(OutputError, match="No space left"):
+        with pytest.raises(Unwritable, match="No space left"):
             hub.emit(change("mlp" * 3000))
     assert (tmpfs.path / "events.jsonl").read_bytes() == b""

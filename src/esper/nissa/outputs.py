@@ -15,10 +15,6 @@ from esper.store.background import Backlog
 from esper.store.disk import DiskFull, Retry, Unwritable, write_atomic, write_once
 
 
-class OutputError(OSError):
-    """Says that a row could not be written. The run stops, so that no row is lost."""
-
-
 class Output(Protocol):
     """Takes numbered rows, in order."""
 
@@ -212,7 +208,7 @@ class JsonLines:
     def _failure(self, error: OSError) -> OSError:
         if isinstance(error, DiskFull | Unwritable):
             return error
-        return OutputError(f"cannot write {self.path}: {error.strerror}; repair that and resume the run")
+        return Unwritable(f"cannot write {self.path}: {error.strerror}; repair that and resume the run")
 
 
 def _blocks(file: int) -> Iterator[bytes]:
