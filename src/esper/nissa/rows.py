@@ -59,28 +59,6 @@ class Row(msgspec.Struct, kw_only=True, tag_field="kind", omit_defaults=True):
     time: Annotated[float, about("when the row was written [seconds since 1970]")] = 0.0
 
 
-class RunRow(Row, tag="run", kw_only=True):
-    """Begins and ends a run. A run that is resumed with a changed config has one more at that place."""
-
-    schema: Annotated[Count, about("version of the rows")] = msgspec.field(default_factory=lambda: SCHEMA)
-    status: Annotated[Literal["running", "finished", "interrupted", "failed"], about("of the run")]
-    task: Annotated[str, about("name of the task")]
-    controller: Annotated[str, about("name of the controller; ppo in a training")]
-    envs: Annotated[Count, about("environments, twins not counted")]
-    steps: Annotated[Count, about("steps of an episode")]
-    seed: Annotated[Count, about("run seed")]
-    device: Annotated[str, about("device of the networks")]
-    slots: Annotated[Sequence[str], "S", about("names of the slots")]
-    blueprints: Annotated[Sequence[str], about("names of the menu")]
-    host_param_counts: Annotated[
-        Integers, about("parameters of the hosts; empty in a training, whose hosts change every round")
-    ]
-    changed: Annotated[
-        Sequence[str], about("settings that `esper resume --set` changed at this row, as key=value")
-    ] = ()
-    error: Annotated[str | None, about("type and message of the error of a failed run; null otherwise")] = None
-
-
 class PlayedRow(Row, kw_only=True):
     """Holds the fields of every row of an episode in a training, which has several populations; other runs leave them out."""
 
@@ -119,6 +97,40 @@ class SlotRow(EnvRow, kw_only=True):
     slot: Annotated[str, about("name of the slot")]
 
 
+class RunRow(Row, tag="run", kw_only=True):
+    """Begins and ends a run. A run that is resumed with a changed config has one more at that place."""
+
+    schema: Annotated[Count, about("version of the rows")] = msgspec.field(default_factory=lambda: SCHEMA)
+    status: Annotated[Literal["running", "finished", "interrupted", "failed"], about("of the run")]
+    task: Annotated[str, about("name of the task")]
+    controller: Annotated[str, about("name of the controller; ppo in a training")]
+    envs: Annotated[Count, about("environments, twins not counted")]
+    steps: Annotated[Count, about("steps of an episode")]
+    seed: Annotated[Count, about("run seed")]
+    device: Annotated[str, about("device of the networks")]
+    slots: Annotated[Sequence[str], "S", about("names of the slots")]
+    blueprints: Annotated[Sequence[str], about("names of the menu")]
+    host_param_counts: Annotated[
+        Integers, about("parameters of the hosts; empty in a training, whose hosts change every round")
+    ]
+    changed: Annotated[
+        Sequence[str], about("settings that `esper resume --set` changed at this row, as key=value")
+    ] = ()
+    error: Annotated[str | None, about("type and message of the error of a failed run; null otherwise")] = None
+
+
+class EnvironmentRow(Row, tag="environment", kw_only=True):
+    """Says what the run began on, as in environment.json."""
+
+    versions: Annotated[Mapping[str, str | None], about("by library; null where it is not installed")]
+    platform: Annotated[str, about("operating system and processor")]
+    device: Annotated[str, about("device of the networks")]
+    device_name: Annotated[str, about("name of the device")]
+    threads: Annotated[Count, about("threads of torch")]
+    git_revision: Annotated[str | None, about("commit of the working directory; null outside a repository")]
+    command: Annotated[Sequence[str], about("command line")]
+
+
 class StepRow(AtStepRow, tag="step", kw_only=True):
     """Records one step of every environment, to 5 digits. An environment without a `decision` row at this step chose WAIT."""
 
@@ -129,36 +141,6 @@ class StepRow(AtStepRow, tag="step", kw_only=True):
     alphas: Annotated[Matrix, about("dose of every slot")]
     added_param_counts: Annotated[Integers, about("parameters of the seeds in BLENDING, HOLDING or FOSSILIZED")]
     twin_metrics: Annotated[Numbers | None, about("task metric of the never-grow twins; null without twins")] = None
-
-
-class LifecycleRow(SlotRow, tag="lifecycle", kw_only=True, rename={"from_stage": "from", "to_stage": "to"}):
-    """Records one change of stage of one slot of one environment."""
-
-    from_stage: Annotated[StageName, about("stage before")]
-    to_stage: Annotated[StageName, about("stage after")]
-    blueprint: Annotated[str | None, about("blueprint of the seed; null where the slot held none")] = None
-    alpha: Annotated[float, about("dose after the change")]
-    why: Annotated[
-        str | None, about("why the seed was planted, pruned or fossilized; null at other changes and rollbacks")
-    ] = None
-    contribution_mean: Annotated[
-        float | None, about("contribution to the metric at that decision; null where not measured")
-    ] = None
-    contribution_se: Annotated[float | None, about("its standard error")] = None
-    gain_mean: Annotated[float | None, about("incubation gain at that decision; null where not measured")] = None
-    gain_se: Annotated[float | None, about("its standard error")] = None
-    gate_checks: Annotated[str | None, about("result of the gate of the seed at that decision")] = None
-
-
-class RollbackRow(EnvRow, tag="rollback", kw_only=True):
-    """Says that an environment, or its twin, failed in a step and was restored to its last healthy snapshot."""
-
-    twin: Annotated[bool, about("true if the never-grow twin failed, false if the environment itself failed")]
-    reason: Annotated[str, about("the vital sign that failed")]
-    metric: Annotated[float | None, about("task metric on the probe split, before the restoration")]
-    loss: Annotated[float | None, about("loss on the probe split, before the restoration")]
-    pruned: Annotated[Sequence[str], about("slots whose seed is not in the snapshot")]
-    slot_stages: Annotated[Sequence[StageNumber], "S", about("stage of every slot, after the restoration")]
 
 
 class DecisionRow(EnvRow, tag="decision", kw_only=True):
@@ -226,6 +208,25 @@ class DecisionRow(EnvRow, tag="decision", kw_only=True):
     ] = None
 
 
+class LifecycleRow(SlotRow, tag="lifecycle", kw_only=True, rename={"from_stage": "from", "to_stage": "to"}):
+    """Records one change of stage of one slot of one environment."""
+
+    from_stage: Annotated[StageName, about("stage before")]
+    to_stage: Annotated[StageName, about("stage after")]
+    blueprint: Annotated[str | None, about("blueprint of the seed; null where the slot held none")] = None
+    alpha: Annotated[float, about("dose after the change")]
+    why: Annotated[
+        str | None, about("why the seed was planted, pruned or fossilized; null at other changes and rollbacks")
+    ] = None
+    contribution_mean: Annotated[
+        float | None, about("contribution to the metric at that decision; null where not measured")
+    ] = None
+    contribution_se: Annotated[float | None, about("its standard error")] = None
+    gain_mean: Annotated[float | None, about("incubation gain at that decision; null where not measured")] = None
+    gain_se: Annotated[float | None, about("its standard error")] = None
+    gate_checks: Annotated[str | None, about("result of the gate of the seed at that decision")] = None
+
+
 class GateRow(SlotRow, tag="gate", kw_only=True):
     """Says that the gate that a seed must pass next has its first result, or another result than before the step."""
 
@@ -276,6 +277,13 @@ class SensorsRow(AtStepRow, tag="sensors", kw_only=True):
     readings: Annotated[Cube, "ESF", about("the sensors of every slot; null where a sensor has no value")]
 
 
+class RewardRow(AtStepRow, tag="reward", kw_only=True):
+    """Records the rewards that a training paid for a step, to 5 digits."""
+
+    rewards: Annotated[Numbers, about("sum of the components")]
+    components: Annotated[Mapping[str, Numbers], about("by name of the component (`esper docs training`): (E,)")]
+
+
 class PhasesRow(AtStepRow, tag="phases", kw_only=True):
     """Says where the time of the last steps went. `telemetry.sensor_rows_every` says how many steps a row covers."""
 
@@ -309,13 +317,6 @@ class PhasesRow(AtStepRow, tag="phases", kw_only=True):
     )
 
 
-class RewardRow(AtStepRow, tag="reward", kw_only=True):
-    """Records the rewards that a training paid for a step, to 5 digits."""
-
-    rewards: Annotated[Numbers, about("sum of the components")]
-    components: Annotated[Mapping[str, Numbers], about("by name of the component (`esper docs training`): (E,)")]
-
-
 class GradientsRow(AtStepRow, tag="gradients", kw_only=True):
     """Records gradient norms of a step before clipping, to 5 digits: of the host, of seeds, and at level debug of parameters.
 
@@ -339,6 +340,17 @@ class GradientsRow(AtStepRow, tag="gradients", kw_only=True):
             "norm; null where the environment trains no such seed"
         ),
     ] = None
+
+
+class RollbackRow(EnvRow, tag="rollback", kw_only=True):
+    """Says that an environment, or its twin, failed in a step and was restored to its last healthy snapshot."""
+
+    twin: Annotated[bool, about("true if the never-grow twin failed, false if the environment itself failed")]
+    reason: Annotated[str, about("the vital sign that failed")]
+    metric: Annotated[float | None, about("task metric on the probe split, before the restoration")]
+    loss: Annotated[float | None, about("loss on the probe split, before the restoration")]
+    pruned: Annotated[Sequence[str], about("slots whose seed is not in the snapshot")]
+    slot_stages: Annotated[Sequence[StageNumber], "S", about("stage of every slot, after the restoration")]
 
 
 class AnomalyRow(AtStepRow, tag="anomaly", kw_only=True):
@@ -400,18 +412,6 @@ class CheckpointRow(Row, tag="checkpoint", kw_only=True):
     best: Annotated[bool, about("whether it is that of the best controller so far")] = False
 
 
-class EnvironmentRow(Row, tag="environment", kw_only=True):
-    """Says what the run began on, as in environment.json."""
-
-    versions: Annotated[Mapping[str, str | None], about("by library; null where it is not installed")]
-    platform: Annotated[str, about("operating system and processor")]
-    device: Annotated[str, about("device of the networks")]
-    device_name: Annotated[str, about("name of the device")]
-    threads: Annotated[Count, about("threads of torch")]
-    git_revision: Annotated[str | None, about("commit of the working directory; null outside a repository")]
-    command: Annotated[Sequence[str], about("command line")]
-
-
 class RoundRow(Row, tag="round", kw_only=True):
     """Records one round of a controller's training."""
 
@@ -440,25 +440,9 @@ class SizeRow(Row, tag="size", kw_only=True):
     why: Annotated[str | None, about("why the network became wider, or why it is not larger")] = None
 
 
-ROWS: tuple[type[Row], ...] = (
-    RunRow,
-    EnvironmentRow,
-    StepRow,
-    DecisionRow,
-    LifecycleRow,
-    GateRow,
-    MeasurementRow,
-    SensorsRow,
-    RewardRow,
-    PhasesRow,
-    GradientsRow,
-    RollbackRow,
-    AnomalyRow,
-    WideningRow,
-    EpisodeRow,
-    EvaluationRow,
-    CheckpointRow,
-    RoundRow,
-    SizeRow,
+ROWS: tuple[type[Row], ...] = tuple(
+    each
+    for each in globals().values()
+    if isinstance(each, type) and issubclass(each, Row) and not each.__subclasses__()
 )
-"""The kinds of rows."""
+"""The kinds of rows, in the order of this file: every class from which no other derives."""
