@@ -14,7 +14,7 @@ from torch import nn
 
 import esper
 from esper.cli import main
-from esper.karn.reader import complete, read_model
+from esper.karn.reader import read_model
 from esper.karn.report.frame import render
 from esper.karn.report.page import content_of
 from esper.karn.run_model import NO_SEED, DecisionLog, RunModel
@@ -143,16 +143,16 @@ def test_a_seed_that_a_rollback_took_is_marked_where_it_went(run):
     for row in read_events(run / "events.jsonl"):
         fed.write(row)
     opened = esper.open_run(run)
-    planted = next(mark for mark in complete(fed, opened).marks if mark.planted)
-    slot = complete(fed, opened).head.slots[planted.slot]
+    planted = next(mark for mark in fed.complete(opened).marks if mark.planted)
+    slot = fed.complete(opened).head.slots[planted.slot]
     lost = {"metric": None, "loss": None, "pruned": [slot], "slot_stages": [0, 0]}
     for twin in (False, True):
         fed.write(RollbackRow(episode=0, step=planted.step + 1, env=planted.env, twin=twin, reason="rise", **lost))
-    marks = [mark for mark in complete(fed, opened).marks if mark.why and "rollback" in mark.why]
+    marks = [mark for mark in fed.complete(opened).marks if mark.why and "rollback" in mark.why]
     assert [(mark.env, mark.slot, mark.step, mark.planted) for mark in marks] == [
         (planted.env, planted.slot, planted.step + 1, False)
     ]
-    tables = [table for each in content_of(complete(fed, opened), "x").sections for table in each.tables]
+    tables = [table for each in content_of(fed.complete(opened), "x").sections for table in each.tables]
     restored = next(table for table in tables if table.caption == "Environments restored to a snapshot")
     assert restored.rows[0][-1] == f"{planted.blueprint} at {slot}"
 
@@ -200,7 +200,7 @@ def test_shapley_values_and_interactions_are_the_last_that_were_measured_in_each
         fed.write(MeasurementRow(episode=0, step=step, participations=nothing, **figures, **worth))
         readings = [[[1.0], [None]], [[2.0], [None]], [[6.0], [None]]]
         fed.write(SensorsRow(episode=0, step=step, sensors=["participation"], readings=readings))
-    model = complete(fed, esper.open_run(run))
+    model = fed.complete(esper.open_run(run))
     nan = np.nan
     assert np.array_equal(model.worths.shapley, [[0.7, nan], [0.1, 0.3], [nan, nan]], equal_nan=True)
     assert np.array_equal(model.worths.interaction[1], [[nan, 0.2], [0.2, nan]], equal_nan=True)
@@ -359,7 +359,7 @@ def test_a_refused_wish_is_named_with_its_environment_its_steps_and_the_reason(r
                 choice_counts=[2, 2, 3, 3, 4, 4],
             )
         )
-    tables = [table for each in content_of(complete(fed, opened), "x").sections for table in each.tables]
+    tables = [table for each in content_of(fed.complete(opened), "x").sections for table in each.tables]
     refused = next(table for table in tables if table.caption == "Decisions that were refused, 3 in all")
     assert [row[:6] for row in refused.rows] == [
         ("2", "GERMINATE", "block0", "mlp-small", "2", "1 to 4"),
@@ -391,7 +391,7 @@ def test_a_training_counts_its_own_episodes_and_compares_its_validations(trained
         fed.write(row)
         if isinstance(row, LifecycleRow | DecisionRow):  # as if the validation had done the same
             fed.write(msgspec.structs.replace(row, cohort="validation"))
-    again = complete(fed, esper.open_run(trained))
+    again = fed.complete(esper.open_run(trained))
     for name in ("tallies", "decided", "params"):
         assert repr(getattr(again, name)) == repr(getattr(model, name)), name  # nan is no equal of itself
     found = [row.objectives for row in rows if isinstance(row, EvaluationRow) and row.cohort == "validation"]

@@ -20,7 +20,7 @@ pytest.importorskip("starlette", reason="the extra web is not installed")
 from starlette.testclient import TestClient
 
 from esper.cli import main
-from esper.karn.reader import complete, open_run, read_model
+from esper.karn.reader import open_run, read_model
 from esper.karn.report.frame import render_content
 from esper.karn.report.page import content_of
 from esper.karn.run_model import RunModel
@@ -135,9 +135,9 @@ def test_rows_gathered_one_by_one_are_the_model_of_the_whole(runs):
     run, fed = open_run(runs / "finished"), RunModel()
     for row in run.rows():
         fed.write(row)
-        complete(fed, run)
+        fed.complete(run)
     whole = content_of(read_model(run), "run")
-    assert render_content(content_of(complete(fed, run), "run")) == render_content(whole)
+    assert render_content(content_of(fed.complete(run), "run")) == render_content(whole)
 
 
 def test_the_status_in_the_list_is_the_status_of_the_run(runs):

@@ -242,12 +242,7 @@ class OpenRun:
 def read_model(run: OpenRun) -> RunModel:
     """Return the model of a run folder. InputError if a file of it is damaged."""
     with fitting_files(run.folder):
-        return complete(RunModel().update(run.rows()), run)
-
-
-def complete(model: RunModel, run: OpenRun) -> RunModel:
-    """Complete a model that has the rows of a run by its other files. InputError if one of these is damaged."""
-    return model.complete(run.status, run.checked_config, run.summary, run.environment)
+        return RunModel().update(run.rows()).complete(run)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 from msgspec import UNSET
@@ -35,6 +35,9 @@ from esper.nissa.rows import (
     StepRow,
     WideningRow,
 )
+
+if TYPE_CHECKING:
+    from esper.karn.reader import OpenRun
 
 Floats = NDArray[np.float64]
 NO_SEED = -1
@@ -326,7 +329,7 @@ class RunModel:
     """Holds what the rows and the other files of a run say.
 
     `write` takes the rows in order, as they come or from a finished file; `complete` takes in the other files, and works out what
-    needs all steps (`karn.reader.complete` calls it with the files of a folder).
+    needs all steps.
     """
 
     # As of the last call of `complete`. Without steps, measurements, sensors or times in the rows, what holds these is None.
@@ -611,16 +614,14 @@ class RunModel:
             return NAN
         return float(np.median(np.diff(self._times))) * max(whole - done, 0)
 
-    def complete(
-        self,
-        status: str,
-        config: Mapping[str, Any],
-        summary: Mapping[str, Any] | None,
-        environment: Mapping[str, Any] | None,
-    ) -> Self:
-        """Take in the other files of the run, and work out what needs all steps so far. Further rows and calls may follow."""
+    def complete(self, run: "OpenRun") -> Self:
+        """Take in the other files of the run, and work out what needs all steps so far. Further rows and calls may follow.
+
+        Raises InputError if one of these files is damaged.
+        """
         assert self.history
-        self.status, self.config, self.summary, self.environment = status, config, summary, environment
+        self.status, self.config = run.status, run.checked_config
+        self.summary, self.environment = run.summary, run.environment
         self.tallies, self.params = self._analytics.tallies(), self._analytics.prices()
         self.population = self.worths = self.sensed = self.times = None
         self.stays, self.marks = [], []

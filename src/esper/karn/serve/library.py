@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from esper.karn.reader import Status, Tail, complete, open_run
+from esper.karn.reader import Status, Tail, open_run
 from esper.karn.report.frame import render_content
 from esper.karn.report.page import content_of
 from esper.karn.run_model import RunModel
@@ -199,7 +199,7 @@ class Followed:
             for rows in self._tail.parts(PART):  # each row once, which is not held against the next page
                 self._model.update(rows)
             start = time.monotonic()
-            model = complete(self._model, self.run)
+            model = self._model.complete(self.run)
             content = render_content(content_of(model, self.run.folder.name))
             self._shown = Shown(version, model.status, content)
             self._due = start + max(LEAST, (time.monotonic() - start) / SHARE)
