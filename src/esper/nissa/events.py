@@ -21,6 +21,7 @@ from esper.nissa.rows import (
     ROWS,
     SCHEMA,
     AnomalyRow,
+    AnyRow,
     EpisodeRow,
     LifecycleRow,
     PlayedRow,
@@ -252,7 +253,7 @@ def decode_lines(path: Path, lines: Iterable[bytes], first: int = 0, shape: RunS
     shape = shape or RunShape()
     for number, line in enumerate(lines, first):
         with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # which the row below raises too
-            head = msgspec.json.decode(line, type=_Head) if number == 0 else None
+            head = msgspec.json.decode(line, type=AnyRow) if number == 0 else None
             if head is not None and head.kind == "run" and head.schema != SCHEMA:
                 raise InputError(
                     f"{path} holds rows of version {head.schema}, this Esper reads version {SCHEMA}; read them with the "
@@ -265,13 +266,6 @@ def decode_lines(path: Path, lines: Iterable[bytes], first: int = 0, shape: RunS
             except InputError as error:
                 raise InputError(f"line {number + 1} of {path}: {error}") from None
             yield row
-
-
-class _Head(msgspec.Struct):
-    """Reads the fields of a run row of any version."""
-
-    kind: str
-    schema: int = 1  # a run row of the first version has none
 
 
 def _short(values: Any) -> list[Any]:

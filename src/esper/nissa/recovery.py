@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from esper.leyline.text import counted
+from esper.nissa.rows import AnyRow
 from esper.store.disk import write_atomic
 from esper.store.files import EVENTS
 
@@ -24,22 +25,7 @@ Mark = dict[str, Any]
 
 _LISTED = 3  # largest number of ranges in a sentence
 _AT_END = ("episode", "evaluation", "checkpoint")  # kinds of the rows that a run writes at its end, before a run row
-
-
-class _Row(msgspec.Struct):
-    """Reads the fields that rows of every kind and version have, and the status of a run row."""
-
-    seq: int
-    kind: str
-    status: str | None = None
-
-    @property
-    def ends(self) -> bool:
-        """Whether this is the last row of a run."""
-        return self.kind == "run" and self.status != "running"
-
-
-_decoder = msgspec.json.Decoder(_Row)
+_decoder = msgspec.json.Decoder(AnyRow)
 
 
 def resume_events(folder: Path, rows: int, mark: Mark | None, note: Callable[[str], None]) -> None:
@@ -148,7 +134,7 @@ def free_path(folder: Path, why: str) -> Path:
     return next(path for n in itertools.count(1) if not os.path.lexists(path := folder / f"events-{why}-{n}.jsonl"))
 
 
-def _read(line: bytes) -> _Row | None:
+def _read(line: bytes) -> AnyRow | None:
     """Return the row of a line; None if the line is not a row."""
     if not line.endswith(b"\n"):
         return None

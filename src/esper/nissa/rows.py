@@ -97,6 +97,20 @@ class SlotRow(EnvRow, kw_only=True):
     slot: Annotated[str, about("name of the slot")]
 
 
+class AnyRow(msgspec.Struct):
+    """Reads the fields that rows of every kind and version have, and what a run row says of its run and its version."""
+
+    kind: str
+    seq: int = -1
+    status: str | None = None
+    schema: int = 1  # a run row of the first version has none
+
+    @property
+    def ends(self) -> bool:
+        """Whether this is the last row of a run."""
+        return self.kind == "run" and self.status != "running"
+
+
 class RunRow(Row, tag="run", kw_only=True):
     """Begins and ends a run. A run that is resumed with a changed config has one more at that place."""
 
