@@ -11,8 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-import msgspec
-
 from esper.karn.reader import MEND
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Op
@@ -61,13 +59,6 @@ def decisions(folder: Path, chosen: Mapping[str, Any]) -> Iterator[tuple[bytes, 
                 continue
             if text in f"{row.why or ''}\n{row.refusal or ''}".casefold():
                 yield line, row
-
-
-def where(row: DecisionRow) -> str:
-    """Return the episode of a decision, and in a training its cohort and round."""
-    if row.cohort is msgspec.UNSET:
-        return str(row.episode)
-    return f"{row.episode} ({row.cohort}, round {row.round})"
 
 
 FILES = {

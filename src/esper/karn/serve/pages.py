@@ -7,7 +7,6 @@ from markupsafe import Markup
 from starlette.responses import HTMLResponse
 
 from esper.karn.report.frame import TEMPLATES
-from esper.karn.serve.contents import where
 
 ASSETS = {
     "report.css": "text/css",
@@ -66,4 +65,4 @@ def render(template: str, /, **values: object) -> str:
     return TEMPLATES.get_template(template).render(**values)
 
 
-TEMPLATES.filters |= {"moment": _moment, "where": where}
+TEMPLATES.filters["moment"] = _moment
