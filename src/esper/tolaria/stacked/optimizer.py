@@ -1,8 +1,8 @@
 """Update rows of stacked networks: update rules, loss scaling for float16, the updates of a step. n rows, P parameters."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -186,91 +186,103 @@ class RowGroup(NamedTuple):
     """Holds rows of a stack that the optimizer moves in this step."""
 
     updates: Updates
-    envs: Indices  # (n,) the row of the population that each belongs to
+    rows: Tensor  # (n,) the row of the population that each belongs to
     norm: Tensor  # (n,) running sum
-    names: tuple[str, ...]  # (L,) of the trained parameters
-    parts: Tensor | None  # (n, L) running sum of their norms
-
-
-class SkippedUpdates(NamedTuple):
-    """Counts the updates of a step that were skipped, as gradients of the row overflowed in float16; on the device."""
-
-    updates: Tensor  # (E,) float32 how many
-    lost: Tensor  # (E,) bool whether gradients overflowed at a scale of at most 1, which no smaller scale mends
+    parts: Tensor | None  # (n, L) running sum of the norms of the trained parameters, if asked for
 
 
 class StepUpdates:
-    """Makes the updates of all groups in a step, and adds their norms to the sums.
+    """Makes the updates of the hosts and of the seeds that train in a step, and sums up their norms.
 
     With a scaler, a row skips an update if a gradient of its host, or of one of its seeds, is not finite. Norms are then means
     over the updates that a row has made: nan if it has made none, and inf if it is lost.
     """
 
-    def __init__(self, groups: list[RowGroup], updates: int, rows: int, scaler: GradScaler | None) -> None:
+    def __init__(
+        self,
+        body: Body,
+        seeds: Seeds,
+        optimizer: Callable[[Stack, slice], Updates],
+        updates: int,
+        scaler: GradScaler | None,
+        parameter_norms: bool,
+    ) -> None:
         """updates: how many the step has."""
-        self.groups, self.updates, self.scaler = groups, updates, scaler
-        self.skipped: SkippedUpdates | None = None  # with a scaler
-        if scaler is not None:
-            device = scaler.scale.device
-            self._envs = {id(group): torch.from_numpy(group.envs).to(device, non_blocking=True) for group in groups}
-            none = torch.zeros(rows, device=device)
-            self.skipped = SkippedUpdates(none, torch.zeros_like(none, dtype=torch.bool))
+        self.body, self.updates, self.scaler = body, updates, scaler
+        self.owners = list[tuple[int, Indices]]()  # the slot and the rows (n,) of each group of seeds
+        rows, optimised = len(seeds.stage), np.zeros(seeds.stage.shape, bool)
+        moved = [(body.host, slice(0, rows), np.arange(rows))]
+        for at, runs in body.trainable(seeds).items():
+            for run in (run for run in runs if run.stop > run.start):
+                self.owners.append((at[0], body.envs[at][run]))
+                moved.append((body.stacks[at], run, body.envs[at][run]))
+                optimised[body.envs[at][run], at[0]] = True
+        trains = among(seeds.stage, ADDED | {Stage.TRAINING}) & ~seeds.doomed
+        assert np.array_equal(optimised, trains), "the optimizer must move exactly the trainable rows"
+        self.groups = list[RowGroup]()  # of the hosts, and then of the seeds
+        for stack, run, envs in moved:
+            norm = torch.zeros(len(envs), dtype=stack.dtype, device=stack.device)
+            parts = norm.new_zeros(len(norm), len(stack.trained_places)) if parameter_norms else None
+            places = torch.from_numpy(envs).to(stack.device, non_blocking=True)
+            self.groups.append(RowGroup(optimizer(stack, run), places, norm, parts))
+        # (R,) with a scaler, how many updates overflowed in float16 and were skipped, floating point; and whether gradients
+        # overflowed at a scale of at most 1, which no smaller scale mends
+        self.skipped = torch.zeros(rows, device=body.device)
+        self.lost = torch.zeros_like(self.skipped, dtype=torch.bool)
 
     @torch.no_grad()
     def update(self) -> None:
-        if self.scaler is None or self.skipped is None:
+        if self.scaler is None:
             for group in self.groups:
                 group.norm.add_(group.updates.step(group.parts))
             return
-        scale, (count, lost) = self.scaler.scale, self.skipped
-        norms = [(group, self._of(scale, group)) for group in self.groups]
-        norms = [(group, group.updates.norm(own)) for group, own in norms]
-        infinite = torch.zeros_like(count)
-        for group, norm in norms:
-            infinite.index_add_(0, self._envs[id(group)], (~norm.isfinite()).to(count.dtype))
+        scale, infinite = self.scaler.scale, torch.zeros_like(self.skipped)
+        norms = [group.updates.norm(scale.index_select(0, group.rows)) for group in self.groups]
+        for group, norm in zip(self.groups, norms, strict=True):
+            infinite.index_add_(0, group.rows, (~norm.isfinite()).to(infinite.dtype))
         overflowed = infinite > 0
-        self.skipped = SkippedUpdates(count + overflowed, lost | overflowed & (scale <= 1))
-        for group, norm in norms:
-            taken = ~self._of(overflowed, group)
+        self.skipped, self.lost = self.skipped + overflowed, self.lost | overflowed & (scale <= 1)
+        for group, norm in zip(self.groups, norms, strict=True):
+            taken = ~overflowed.index_select(0, group.rows)
             group.updates.apply(norm, group.parts, taken)
             group.norm.add_(norm.where(taken, 0))
         self.scaler.update(overflowed)
 
-    def mean(self, total: Tensor, group: RowGroup) -> Tensor:
+    def figures(self, loss: Tensor) -> dict[str, Any]:
+        """Return the fields of `population.TrainedFigures` by name, on the device; loss (R,) is the mean over the batches."""
+        host, *seeds = self.groups
+        parameter_norms = None
+        if host.parts is not None:
+            found: dict[str, Tensor] = {}
+            for (slot, _), group in zip(self.owners, seeds, strict=True):
+                for name, norms in self._by_name(group):
+                    # Seeds of several forms share names, but no row has two of them in one slot.
+                    absent = loss.new_full(loss.shape, torch.nan)
+                    found.setdefault(f"{self.body.slots[slot].name}/{name}", absent)[group.rows] = norms
+            parameter_norms = dict(self._by_name(host)), found
+        norm, *others = (self._mean(group.norm, group) for group in self.groups)
+        return {
+            "loss": loss,
+            "gradient_norm": norm,
+            "seed_norms": others,
+            "seed_owners": self.owners,
+            "parameter_norms": parameter_norms,
+            "skipped": None if self.scaler is None else self.skipped,
+        }
+
+    def _by_name(self, group: RowGroup) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name of each trained parameter of a group and its mean norms (n,)."""
+        assert group.parts is not None, "they were asked for"
+        for place, norms in zip(group.updates.places, self._mean(group.parts, group).unbind(1), strict=True):
+            yield place.name, norms
+
+    def _mean(self, total: Tensor, group: RowGroup) -> Tensor:
         """Return a sum (n, ...) over the updates that the rows of a group have made, divided by their number."""
-        if self.skipped is None:
+        if self.scaler is None:
             return total / self.updates
         shape = -1, *(1,) * (total.dim() - 1)
-        count, lost = (self._of(each, group).view(shape) for each in self.skipped)
+        count, lost = (each.index_select(0, group.rows).view(shape) for each in (self.skipped, self.lost))
         return (total / (self.updates - count)).masked_fill(lost, torch.inf)
-
-    def _of(self, values: Tensor, group: RowGroup) -> Tensor:
-        """Return the values (n,) of a group out of those (E,) of the population."""
-        return values.index_select(0, self._envs[id(group)])
-
-
-def trained_groups(
-    body: Body, seeds: Seeds, optimizer: Callable[[Stack, slice], Updates], parameter_norms: bool
-) -> tuple[list[RowGroup], list[tuple[int, Indices]]]:
-    """Return the group of the hosts, then those of the seeds that train; and the slot and the rows (n,) of each of the latter."""
-    rows, owners = len(seeds.stage), list[tuple[int, Indices]]()
-    moved = [(body.host, slice(0, rows), np.arange(rows))]
-    for at, runs in body.trainable(seeds).items():
-        for run in (run for run in runs if run.stop > run.start):
-            owners.append((at[0], body.envs[at][run]))
-            moved.append((body.stacks[at], run, owners[-1][1]))
-    groups = []
-    for stack, run, envs in moved:
-        norm = torch.zeros(run.stop - run.start, dtype=stack.dtype, device=stack.device)
-        names = tuple(place.name for place in stack.trained_places)
-        parts = norm.new_zeros(len(norm), len(names)) if parameter_norms else None
-        groups.append(RowGroup(optimizer(stack, run), envs, norm, names, parts))
-    optimised = np.zeros(seeds.stage.shape, bool)
-    for slot, envs in owners:
-        optimised[envs, slot] = True
-    trains = among(seeds.stage, ADDED | {Stage.TRAINING}) & ~seeds.doomed
-    assert np.array_equal(optimised, trains), "the optimizer must move exactly the trainable rows"
-    return groups, owners
 
 
 def forget_skipped(body: Body, skipped: Indices, owners: Iterable[tuple[int, Indices]]) -> None:

@@ -64,14 +64,7 @@ from esper.tolaria.runtime import (
 )
 from esper.tolaria.stacked.compiling import Passes, PassLoss, check_divisible
 from esper.tolaria.stacked.data import RowExamples, SharedBatchIterator, distinct_splits, stack_splits
-from esper.tolaria.stacked.optimizer import (
-    MOMENTS,
-    GradScaler,
-    StepUpdates,
-    Updates,
-    forget_skipped,
-    trained_groups,
-)
+from esper.tolaria.stacked.optimizer import MOMENTS, GradScaler, StepUpdates, Updates, forget_skipped
 
 
 class ResidentData:
@@ -212,9 +205,7 @@ class StackedPopulation:
         self.optimizer = partial(Updates, config=config.optimizer)
         self.objective = task.objective
         self._episode = -1
-        # of the last step, on the device: the first four of `TrainedFigures`; of the hosts and then for each entry of
-        # `seed_owners`, the names (L,) of the trained parameters and their norms (n, L), if asked for; and `SkippedUpdates`
-        self._trained: tuple[Any, ...] | None = None
+        self._trained: dict[str, Any] | None = None  # the fields of `TrainedFigures` of the last step, on the device
         self._taught: Sequence[IntactStreams] | None = None  # of the present instances
         self._dtype = dtype_of(_drawn(task.largest))
         # the gradient of the loss of a pass in an update that sums several
@@ -292,8 +283,8 @@ class StackedPopulation:
             for part in body.parts
         ]
         accumulate = config.optimizer.accumulation_steps
-        groups, owners = trained_groups(body, seeds, self.optimizer, parameter_norms)
-        steps = StepUpdates(groups, config.data.batches_per_step // accumulate, rows, self.scaler)
+        updates = config.data.batches_per_step // accumulate
+        steps = StepUpdates(body, seeds, self.optimizer, updates, self.scaler, parameter_norms)
 
         body.train(True)
         loss = torch.zeros(rows, dtype=body.dtype, device=body.device)
@@ -313,10 +304,7 @@ class StackedPopulation:
                         batch = *feed.of(part), feed.weights_of(part), factors
                         total += self.passes.backward(route, *batch, own, remaining=last - feed.batch)
                 steps.update()
-        host, *others = (steps.mean(group.norm, group) for group in groups)
-        parts = [(group.names, steps.mean(group.parts, group)) for group in groups if group.parts is not None]
-        mean = loss / config.data.batches_per_step
-        self._trained = mean, host, others, owners, parts, steps.skipped
+        self._trained = steps.figures(loss / config.data.batches_per_step)
 
     def _loss(
         self, route: Route, x: Batch, y: Tensor, weights: Tensor | None, factors: Tensor | None, keys: Indices | None
@@ -378,30 +366,15 @@ class StackedPopulation:
         found = read_packet({**probed, **beside, "trained": self._trained if asked.trained else None})
         if found["finite"] is not None:
             found["finite"] = found["finite"] > 0
-        if found["trained"] is not None:
-            found["trained"] = self._training_figures(*found["trained"])
+        if (trained := found["trained"]) is not None:
+            if trained["parameter_norms"] is not None:
+                trained["parameter_norms"] = ParameterNorms(*trained["parameter_norms"])
+            if trained["skipped"] is not None:
+                trained["skipped"] = trained["skipped"].astype(np.int64)
+                forget_skipped(body, trained["skipped"], trained["seed_owners"])
+                self.skipped += trained["skipped"]
+            found["trained"] = TrainedFigures(**trained)
         return Figures(**found)
-
-    def _training_figures(
-        self, loss: Floats, host: Floats, others: list[Floats], owners: Any, by_parameter: Any, skipped: Any
-    ) -> TrainedFigures:
-        """Return the figures of a step's training from what `train` left, whose tensors were read; forget skipped updates."""
-        norms = None
-        if by_parameter:
-            (names, of_host), *of_seeds = by_parameter
-            found: dict[str, Floats] = {}
-            for (slot, rows), (parts, values) in zip(owners, of_seeds, strict=True):
-                for name, column in zip(parts, values.T, strict=True):
-                    # Seeds of several forms share names, but no row has two of them in one slot.
-                    absent = np.full(len(loss), np.nan)
-                    found.setdefault(f"{self.space.slots[slot]}/{name}", absent)[rows] = column
-            norms = ParameterNorms(dict(zip(names, of_host.T, strict=True)), found)
-        updates = None
-        if skipped is not None:
-            updates = skipped.updates.astype(np.int64)
-            forget_skipped(self.body, updates, owners)
-            self.skipped += updates
-        return TrainedFigures(loss, host, others, owners, norms, updates)
 
     def tainted(self, rows: Indices, step: int) -> list[int]:
         found = self.feed.nonfinite(rows, self.config.data.batches_per_step)
