@@ -154,12 +154,9 @@ class Changes(NamedTuple):
 class Trace(NamedTuple):
     """Holds the events within a step, beside its outcome. Rows are environments, then twins."""
 
-    changes: tuple[Changes, ...]  # those of the decisions, then those of the tick
+    changes: list[Changes]  # those of the decisions, then those of the tick
     scores: Scores  # (rows,) before the rollback
     found: Verdicts  # (rows,) a `Vital`
-    ticked: Seeds  # before the rollback
-    governed: Seeds  # after the rollback
-    twins: Floats | None  # (E,) metrics of the twins
     reads: int  # number of device reads
     parameter_norms: ParameterNorms | None  # of all rows and the ghost, before the rollback; None if not asked for
     widening: HiddenWidening | None = None  # of all hosts, after the training of the step
@@ -408,19 +405,9 @@ class Engine(Generic[P]):
                 moved = transitions(take(old, envs), take(new, envs))
                 changes.append(Changes(moved, old, new, history.transit(moved, old, new, self.space, step)))
             history.roll_back(found[envs], ticked, state.seeds, self.space, step)
-            reads, norms = 1 + bool((found != Vital.GOOD).any()), measured.parameter_norms
-            metrics = state.scores.metric[twins] if config.twin else None
-            self.trace = Trace(
-                tuple(changes),
-                measured.scores,
-                found[: self.rows],
-                ticked,
-                state.seeds,
-                metrics,
-                reads,
-                norms,
-                widening,
-            )
+            reads = 1 + bool((found != Vital.GOOD).any())
+            found = found[: self.rows]
+            self.trace = Trace(changes, measured.scores, found, reads, measured.parameter_norms, widening)
         return view, outcome
 
     def vacate(self, row: int, slots: Sequence[int]) -> None:

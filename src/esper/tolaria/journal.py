@@ -90,7 +90,8 @@ class Journal(Observer):
             ]
             for transitions, before, after, bases in trace.changes:
                 rows += lifecycle_rows(outcome.episode, outcome.step, view.space, transitions, before, after, bases)
-            rows += rollback_rows(outcome, view.space, trace.found, trace.scores, trace.ticked, trace.governed)
+            governed = engine.state.seeds
+            rows += rollback_rows(outcome, view.space, trace.found, trace.scores, trace.changes[-1].after, governed)
             if (wider := trace.widening) is not None:
                 widths = {name: list(each) for name, each in wider.widths.items()}
                 row = WideningRow(
@@ -123,7 +124,7 @@ class Journal(Observer):
             stages=view.seeds.stage,
             alphas=rounded(view.seeds.alpha),
             added_param_counts=outcome.after.added_params,
-            twin_metrics=None if trace.twins is None else rounded(trace.twins),
+            twin_metrics=None if outcome.twin is None else rounded(outcome.twin[1].metric),
         )
         arrays = {
             "contribution_means": measured.contribution.mean,
