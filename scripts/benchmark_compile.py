@@ -97,7 +97,7 @@ def probes(engine: VectorizedEngine) -> tuple[Way, Way, float]:
     inputs = CompiledInputs.of(body, [body.host], *examples)
     begin = processor_seconds()
     with torch.no_grad():
-        fast = compiled(traced(body, [body.host], inputs, run), inputs.tensors)
+        fast = compiled(traced(inputs, run), inputs.tensors)
     return lambda: run(*examples)[0], lambda: fast(*inputs.tensors)[0], processor_seconds() - begin
 
 

@@ -14,7 +14,7 @@ from esper.kasmina.stack.rows import ParameterPlace, Stack
 from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.stages import LIVE, Stage
 from esper.tolaria.stacked import compiling
-from esper.tolaria.stacked.compiling import CompiledInputs, CompiledPass, CudaGraphPass, gradients, shielded
+from esper.tolaria.stacked.compiling import CompiledPass, CudaGraphPass, gradients, shielded
 from esper.tolaria.stacked.population import shadows
 from populations import small_config, trajectory
 
@@ -164,14 +164,13 @@ def test_a_recorded_pass_reads_the_body_where_it_is_and_each_batch_and_is_record
 
     engine, route, (x, y, weights, factors) = grown()
     passes, body = engine.population.passes, engine.population.body
-    stacks = passes._stacks(route)
-    first = CompiledInputs.of(body, stacks, route, x, y, weights, factors)
-    graph, runs = passes.traced(stacks, first)
+    first = passes.inputs(route, x, y, weights, factors)
+    graph, runs = passes.traced(first)
     recorded = CudaGraphPass(graph, first.state, again)
 
     def passed(run, inputs):
         body.host.columns["gradient"].zero_()
-        return CompiledPass(run, runs)(stacks, inputs.tensors), body.host.columns["gradient"].clone()
+        return CompiledPass(run, runs)(inputs.stacks, inputs.tensors), body.host.columns["gradient"].clone()
 
     kept, *_ = passed(recorded, first)
     losses = kept.clone()
@@ -180,7 +179,7 @@ def test_a_recorded_pass_reads_the_body_where_it_is_and_each_batch_and_is_record
             body.host.columns["value"] = 0.5 * body.host.columns["value"]
             body.host._leaves.clear()
         body.host.columns["value"][:] += 0.01
-        inputs = CompiledInputs.of(body, stacks, route, *others)
+        inputs = passes.inputs(route, *others)
         for got, expected in zip(passed(recorded, inputs), passed(graph, inputs), strict=True):
             assert torch.equal(got, expected)
         assert recorded.records == records
@@ -192,9 +191,8 @@ def test_a_recorded_pass_reads_the_body_where_it_is_and_each_batch_and_is_record
 def test_torch_takes_a_pass_with_live_and_incubating_seeds_as_one_graph():
     engine, route, batch = grown()
     passes = engine.population.passes
-    stacks = passes._stacks(route)
-    inputs = CompiledInputs.of(engine.population.body, stacks, route, *batch)
-    graph, _ = passes.traced(stacks, inputs)
+    inputs = passes.inputs(route, *batch)
+    graph, _ = passes.traced(inputs)
     whole = torch.compile(graph, fullgraph=True, backend="eager")  # raises where the graph would break
     for got, expected in zip(whole(*inputs.tensors), graph(*inputs.tensors), strict=True):
         assert torch.equal(got, expected)

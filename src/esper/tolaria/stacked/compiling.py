@@ -68,6 +68,8 @@ _TENSOR = object()
 class CompiledInputs(NamedTuple):
     """Holds what a pass over some stacks takes, as a list of tensors and what puts them together again."""
 
+    body: Body
+    stacks: Sequence[Stack]
     # values and buffers of the stacks, outputs that rows do not have, the tensors of the arguments
     tensors: list[Tensor]
     tree: pytree.TreeSpec  # the structure of all
@@ -86,44 +88,41 @@ class CompiledInputs(NamedTuple):
         ]
         rest = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         own = sum(map(len, columns)) + (body.real_outputs is not None)
-        return cls([leaf for leaf in leaves if isinstance(leaf, Tensor)], tree, rest, own)
+        return cls(body, stacks, [leaf for leaf in leaves if isinstance(leaf, Tensor)], tree, rest, own)
 
     @property
     def shapes(self) -> tuple[Any, ...]:
         return tuple((tuple(t.shape), t.stride(), t.dtype) for t in self.tensors)
 
-    def merged(self, tensors: Sequence[Tensor]) -> Any:
-        """Return what `of` flattened, with other tensors: the columns and the real outputs of the body, and the arguments."""
-        given = iter(tensors)
-        return pytree.tree_unflatten([next(given) if leaf is _TENSOR else leaf for leaf in self.rest], self.tree)
-
     def copies(self) -> list[Tensor]:
         """Return the tensors, with copies of those of the body."""
         return [t.clone() for t in self.tensors[: self.state]] + self.tensors[self.state :]
 
+    @contextmanager
+    def bound(self, tensors: Sequence[Tensor], *, backward: bool = False) -> Iterator[Any]:
+        """Let passes read and write other tensors than those of the body within the context; gives the arguments.
 
-@contextmanager
-def bound(body: Body, stacks: Sequence[Stack], columns: Sequence[dict[str, Tensor]], outputs: Any) -> Iterator[None]:
-    """Let passes read and write other tensors than those of the body within the context."""
-    with ExitStack() as bindings:
-        for stack, of in zip(stacks, columns, strict=True):
-            bindings.enter_context(stack.bound(of))
-        real, body.real_outputs = body.real_outputs, outputs
-        try:
-            yield
-        finally:
-            body.real_outputs = real
+        backward: whether the passes add gradients; those of the body stay as they are.
+        """
+        given = iter(tensors)
+        leaves = [next(given) if leaf is _TENSOR else leaf for leaf in self.rest]
+        (columns, outputs), arguments = pytree.tree_unflatten(leaves, self.tree)
+        with ExitStack() as bindings:
+            for stack, own in zip(self.stacks, columns, strict=True):
+                if backward:
+                    own["gradient"] = torch.zeros_like(stack.columns["gradient"])
+                bindings.enter_context(stack.bound(own))
+            bindings.callback(setattr, self.body, "real_outputs", self.body.real_outputs)
+            self.body.real_outputs = outputs
+            yield arguments
 
 
-def traced(
-    body: Body, stacks: Sequence[Stack], inputs: CompiledInputs, run: Callable[..., Sequence[Tensor]]
-) -> torch.fx.GraphModule:
+def traced(inputs: CompiledInputs, run: Callable[..., Sequence[Tensor]]) -> torch.fx.GraphModule:
     """Return the graph of a pass, backward passes of `run` included, as a function of the tensors of its inputs."""
     from torch.fx.experimental.proxy_tensor import make_fx  # takes a second to load
 
     def call(*tensors: Tensor) -> list[Tensor]:
-        (columns, outputs), arguments = inputs.merged(tensors)
-        with bound(body, stacks, columns, outputs):
+        with inputs.bound(tensors) as arguments:
             return list(run(*arguments))
 
     with torch.autograd.set_multithreading_enabled(False):
@@ -396,18 +395,17 @@ class Passes:
     def _backward(self, route: Route, *batch: Any, remaining: int) -> Tensor:
         if self.mode == "off":
             return self._eager(route, *batch)
-        stacks = self._stacks(route)
-        inputs = CompiledInputs.of(self.body, stacks, route, *batch[:4])
+        inputs = self.inputs(route, *batch[:4])
         if self._planned[0] is not route:
             self._planned = route, plan_of(route)
         key = self._planned[1], inputs.shapes
-        found = self._known.pop(key) if key in self._known else self._prepared(stacks, inputs, key, remaining)
+        found = self._known.pop(key) if key in self._known else self._prepared(inputs, key, remaining)
         self._known[key] = found
         if len(self._known) > PLANS:
             del self._known[next(iter(self._known))]
         if found is not None:
             self.counts.passes += 1
-            return found(stacks, inputs.tensors)
+            return found(inputs.stacks, inputs.tensors)
         self.counts.eager += 1
         return self._eager(route, *batch)
 
@@ -416,44 +414,49 @@ class Passes:
         loss.backward()
         return losses
 
-    def traced(self, stacks: Sequence[Stack], inputs: CompiledInputs) -> tuple[torch.fx.GraphModule, list[ColumnRun]]:
+    def inputs(self, route: Route, *batch: Any) -> CompiledInputs:
+        """Return what the pass of a route over a batch takes, without keys of dropout."""
+        places = sorted({(call.slot, call.form) for calls in (*route.base, *route.branch) for call in calls})
+        stacks = [self.body.host, *(self.body.stacks[at] for at in places)]
+        return CompiledInputs.of(self.body, stacks, route, *batch)
+
+    def traced(self, inputs: CompiledInputs) -> tuple[torch.fx.GraphModule, list[ColumnRun]]:
         """Return the graph of the passes of a plan, and the columns whose gradients it returns behind the losses."""
         runs: list[ColumnRun] = []
 
         def step(route: Route, *batch: Any) -> list[Tensor]:
             loss, losses = self.loss_of(route, *batch, None)
-            runs[:], found = gradients(stacks, loss.gradients)
+            runs[:], found = gradients(inputs.stacks, loss.gradients)
             return [losses, *found]
 
-        return traced(self.body, stacks, inputs, step), runs
+        return traced(inputs, step), runs
 
-    def _prepared(self, stacks: list[Stack], inputs: CompiledInputs, key: Any, remaining: int) -> CompiledPass | None:
+    def _prepared(self, inputs: CompiledInputs, key: Any, remaining: int) -> CompiledPass | None:
         """Return a compiled pass, or None where it is not to be compiled; counts which, and the seconds that it took."""
         begin = time.perf_counter()
         # Whether a module runs in a loop over the rows is known once a pass has run.
-        if not any(stack.loops for stack in stacks):
-            self._time_eager(stacks, inputs, runs=1)
+        if not any(stack.loops for stack in inputs.stacks):
+            self._time_eager(inputs, runs=1)
         try:
-            if any(stack.loops for stack in stacks):
+            if any(stack.loops for stack in inputs.stacks):
                 self.counts.looped += 1
                 return None
             if self.mode == "on":
-                return self._compile(stacks, inputs, key)
-            eager = self._time_eager(stacks, inputs)
+                return self._compile(inputs, key)
+            eager = self._time_eager(inputs)
             if eager * remaining < WORTH:
                 self.counts.short += 1
                 return None
             path = cache_root() / "compiled-2" / f"{self._digest(key)}.json"
             known = known_timing(path)
             if known is not None and (known["eager"] - known["compiled"]) * remaining > known["compiling"]:
-                return self._compile(stacks, inputs, key)
+                return self._compile(inputs, key)
             if known is None:
                 started = time.perf_counter()
-                found = self._compile(stacks, inputs, key)
+                found = self._compile(inputs, key)
                 compiling = time.perf_counter() - started
-                with self._aside(stacks, inputs):
-                    tensors = inputs.copies()
-                    own = self._time(lambda: found(stacks, tensors))
+                with inputs.bound(tensors := inputs.copies(), backward=True):
+                    own = self._time(lambda: found(inputs.stacks, tensors))
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_atomic(path, json.dumps({"eager": eager, "compiled": own, "compiling": compiling}))
                 if own < eager:
@@ -463,33 +466,20 @@ class Passes:
         finally:
             self.counts.seconds += time.perf_counter() - begin
 
-    def _time_eager(self, stacks: list[Stack], inputs: CompiledInputs, runs: int = MEASURED) -> float:
+    def _time_eager(self, inputs: CompiledInputs, runs: int = MEASURED) -> float:
         """Return the median seconds of an uncompiled pass, which leaves every column as it was."""
-        with self._aside(stacks, inputs) as arguments:
+        with inputs.bound(inputs.copies(), backward=True) as arguments:
             return self._time(lambda: self._eager(*arguments, None), runs)
 
-    def _compile(self, stacks: list[Stack], inputs: CompiledInputs, key: Any) -> CompiledPass:
+    def _compile(self, inputs: CompiledInputs, key: Any) -> CompiledPass:
         self.counts.plans += 1
         self._made.add(hash((self.body.host.size, key)))
-        graph, runs = self.traced(stacks, inputs)
+        graph, runs = self.traced(inputs)
         run = compiled(graph, inputs.tensors)
         if self.body.device.type == "cuda":
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             run = CudaGraphPass(run, inputs.state, pool=self._pool)
         return CompiledPass(run, runs)
-
-    @contextmanager
-    def _aside(self, stacks: list[Stack], inputs: CompiledInputs) -> Iterator[Any]:
-        """Let eager passes leave every column as it was; gives the arguments of the inputs."""
-        (columns, outputs), arguments = inputs.merged(inputs.copies())
-        for stack, own in zip(stacks, columns, strict=True):
-            own["gradient"] = torch.zeros_like(stack.columns["gradient"])
-        with bound(self.body, stacks, columns, outputs):
-            yield arguments
-
-    def _stacks(self, route: Route) -> list[Stack]:
-        places = sorted({(call.slot, call.form) for calls in (*route.base, *route.branch) for call in calls})
-        return [self.body.host, *(self.body.stacks[at] for at in places)]
 
     def _time(self, run: Callable[[], object], runs: int = MEASURED) -> float:
         """Return the median seconds of a call; on a GPU, until the device has done it."""
