@@ -28,46 +28,37 @@ class SensorInfo(NamedTuple):
     meaning: str
 
 
-_READS = {"here": "the stream", "before": "what a bypass reads", "input": "the host's input"}
-_EXPLAINED = {
-    "here_linear": "a linear map of the stream",
-    "here_relu": "a hidden layer on the stream",
-    "before_linear": "a linear map of what a bypass reads",
-    "before_relu": "a hidden layer on what a bypass reads",
-    "input_relu": "a hidden layer on the host's input",
-}
-_OF_ACTIVATIONS = {
-    "participation": {
-        "participation": "participation ratio of the stream / its width; 0 where it is constant",
-        "participation_before": "participation ratio of what a bypass reads / its width",
-    },
-    "inner": {
-        "participation_inner": "participation ratio of the inner features of the segment before the slot / width"
-    },
-    "dead": {
-        "dead": "share of the segment's inner units that are active on under 1 % of examples",
-        "unsaturated": "share of the segment's inner units that are active on over 99 % of examples",
-    },
-    "drift": {
-        "drift": "|h - h0| / |h0| of the stream h, with h0 in the intact network, where the task has one",
-        "drift_before": "the same of what a bypass reads",
-    },
-}
 _SLOPE, _ENERGY = ("gradient", "loss / weight"), ("explained", "(loss / stream)^2")
-SENSORS = (
-    *(SensorInfo(name, family, "1", of) for family, row in _OF_ACTIVATIONS.items() for name, of in row.items()),
-    SensorInfo("stream_rms", "gradient", "stream", "root mean square over examples of |h|"),
-    SensorInfo("gradient_rms", "gradient", "loss / stream", "root mean square over examples of |g|"),
-    *(
-        SensorInfo(f"map_gradient_{at}", *_SLOPE, f"gradient norm of a zero linear map that reads {of}")
-        for at, of in _READS.items()
+_ROWS = (
+    ("participation", "participation", "1", "participation ratio of the stream / its width; 0 where it is constant"),
+    ("participation_before", "participation", "1", "participation ratio of what a bypass reads / its width"),
+    (
+        "participation_inner",
+        "inner",
+        "1",
+        "participation ratio of the inner features of the segment before the slot / width",
     ),
-    *(SensorInfo(f"explained_{at}", *_ENERGY, f"energy of g explained by {by}") for at, by in _EXPLAINED.items()),
-    *(
-        SensorInfo(f"heldout_{at}", *_ENERGY, f"explained_{at} on held-out examples, with the same map")
-        for at in _EXPLAINED
-    ),
+    ("dead", "dead", "1", "share of the segment's inner units that are active on under 1 % of examples"),
+    ("unsaturated", "dead", "1", "share of the segment's inner units that are active on over 99 % of examples"),
+    ("drift", "drift", "1", "|h - h0| / |h0| of the stream h, with h0 in the intact network, where the task has one"),
+    ("drift_before", "drift", "1", "the same of what a bypass reads"),
+    ("stream_rms", "gradient", "stream", "root mean square over examples of |h|"),
+    ("gradient_rms", "gradient", "loss / stream", "root mean square over examples of |g|"),
+    ("map_gradient_here", *_SLOPE, "gradient norm of a zero linear map that reads the stream"),
+    ("map_gradient_before", *_SLOPE, "gradient norm of a zero linear map that reads what a bypass reads"),
+    ("map_gradient_input", *_SLOPE, "gradient norm of a zero linear map that reads the host's input"),
+    ("explained_here_linear", *_ENERGY, "energy of g explained by a linear map of the stream"),
+    ("explained_here_relu", *_ENERGY, "energy of g explained by a hidden layer on the stream"),
+    ("explained_before_linear", *_ENERGY, "energy of g explained by a linear map of what a bypass reads"),
+    ("explained_before_relu", *_ENERGY, "energy of g explained by a hidden layer on what a bypass reads"),
+    ("explained_input_relu", *_ENERGY, "energy of g explained by a hidden layer on the host's input"),
+    ("heldout_here_linear", *_ENERGY, "explained_here_linear on held-out examples, with the same map"),
+    ("heldout_here_relu", *_ENERGY, "explained_here_relu on held-out examples, with the same map"),
+    ("heldout_before_linear", *_ENERGY, "explained_before_linear on held-out examples, with the same map"),
+    ("heldout_before_relu", *_ENERGY, "explained_before_relu on held-out examples, with the same map"),
+    ("heldout_input_relu", *_ENERGY, "explained_input_relu on held-out examples, with the same map"),
 )
+SENSORS = tuple(SensorInfo(*row) for row in _ROWS)
 """The columns of `growth_sensors`. Sensors of unit 1 are in [0, 1]; the drifts have no upper bound. The others span orders of
 magnitude, and only the held-out ones can be negative."""
 
