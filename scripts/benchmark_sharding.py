@@ -94,7 +94,7 @@ def measure(width: int, layers: int, folder: Path) -> dict[str, Any]:
         growth.step()
     kept = growth.engine.governor.keeper
     found = {
-        "seeds": growth.population.grafts.planted(),
+        "seeds": growth.population.planted(),
         "parameters": size_of(model.parameters()),
         "moments": size_of(tensors_of(dict(optimizer.state))),
         "snapshot": size_of(tensors_of([kept.tensors, kept.moments])),

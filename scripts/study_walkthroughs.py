@@ -145,8 +145,8 @@ def planting(places: Sequence[Sequence[str]] | None, freeze: str) -> Prepare:
         for site, blueprint in places if places is not None else itertools.product(sites, usual):
             slot, number = sites.index(site), menu.index(blueprint)
             if population.space.fits[slot, number]:
-                population.grafts.add(slot, number, Blend.ADD, KEY + slot)
-        population.grafts.doses(np.ones(len(sites), np.float32))
+                population.add(slot, number, Blend.ADD, KEY + slot)
+        population.act_at(np.ones(len(sites), np.float32))
 
     return prepare
 

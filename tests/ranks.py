@@ -279,7 +279,7 @@ def train(name, rank=0, size=1, folder=None, cases=CASES):
                 wrapped(x)
         if growth.step(*((x, y) if case.shadow else ())) and case.wrap == "again":
             wrapped = wrap(model, case)
-            growth.population.shared.follow([])  # the wrapper does it alone
+            growth.population.ranks.share_gradients([])  # the wrapper does it alone
         seen.append(stages(growth))
         if step + 1 in case.stops:
             state = growth.state_dict()  # every process takes part

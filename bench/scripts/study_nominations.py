@@ -367,7 +367,7 @@ def run(problem: Problem, arm: str, seed: int) -> Run:
 def _inform_new(growth: esper.Growth, problem: Problem, born: dict[str, int]) -> dict[str, int]:
     """Inform the seeds that were not there before; returns those that are there, by site."""
     now = {}
-    for name in growth.population.grafts.planted():
+    for name in growth.population.planted():
         seed = planted_at(growth.model, name).seed.delta
         now[name] = id(seed)
         if born.get(name) != id(seed) and isinstance(seed, MLPSeed):

@@ -163,7 +163,7 @@ def measuring_sources(sites: esper.FoundSites) -> AbstractContextManager[object]
         sources.setdefault(target, []).append(source)
 
     def sense(live: LivePopulation) -> Tensor:
-        free = [s for k, s in enumerate(live.sites) if live.space.fits[k].any() and live.grafts.at(s.name) is None]
+        free = [s for k, s in enumerate(live.sites) if live.space.fits[k].any() and live.at(s.name) is None]
         pairs = {
             (s.name, each): replace(s, around=each)
             for s in free

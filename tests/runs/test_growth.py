@@ -129,7 +129,7 @@ def test_a_host_behind_which_seeds_incubate_is_bit_for_bit_what_it_is_alone(batc
         {(0, 0): (Op.GERMINATE, 0, 1, 0, 1, 3), (3, 0): (Op.GERMINATE, 2, 2, 1, 1, 3), (6, 0): (Op.PRUNE, 0)},
         settings={"lifecycle": {"max_training_seeds": 2}},
     )
-    seeds = growing.growth.population.grafts.planted()
+    seeds = growing.growth.population.planted()
     assert list(seeds) == ["stem"]
     before = copy.deepcopy(planted_at(growing.model, "stem").state_dict())
     for each in (plain, growing):

@@ -87,9 +87,9 @@ def grown(model, site, x, y, loss=F.cross_entropy, blueprint="bypass-mlp"):
     )
     model.eval()
     with torch.no_grad():
-        growth.population.grafts.doses([1.0])
+        growth.population.act_at([1.0])
         assert torch.equal(model(x), plain(x))
-        growth.population.grafts.doses([0.0])
+        growth.population.act_at([0.0])
     for _ in range(18):  # 9 decisions
         loss(model.train()(x), y).backward()
         optimizer.step()
@@ -290,10 +290,10 @@ def test_seeds_that_read_the_stream_and_those_around_one_layer_keep_their_relu()
         budget=99.0,
         settings={"blueprints": ["mlp-small", "bypass-mlp"]},
     )
-    grafts = growth.population.grafts
-    for slot, site in enumerate(grafts.sites):
-        for entry in grafts.menu:
-            seed = grafts.made(slot, entry, Blend.ADD, 0)
+    population = growth.population
+    for slot, site in enumerate(population.sites):
+        for entry in population.menu:
+            seed = population.made(slot, entry, Blend.ADD, 0)
             spans = site.around != site.after and entry.name == "bypass-mlp"
             assert seed.seed.delta.function == (("gelu",) if spans and site.after == last else ("relu",))
 

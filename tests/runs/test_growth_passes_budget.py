@@ -32,7 +32,7 @@ def share(growing):
 
 
 def seed_of(growing):
-    return [parameter.detach().clone() for parameter in growing.population.grafts.at("0").parameters()]
+    return [parameter.detach().clone() for parameter in growing.population.at("0").parameters()]
 
 
 def test_passes_are_counted_by_examples():

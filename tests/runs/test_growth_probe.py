@@ -24,16 +24,16 @@ def growing(size=SIZE):
 def measured(growth, value, limits):
     """The rise of the loss with the seed at dose 1, whose last bias has this value, and the examples that were measured."""
     population = growth.population
-    seed = population.grafts.at(population.sites[0].name)
+    seed = population.at(population.sites[0].name)
     with torch.no_grad():
         seed.seed.delta.out.bias.fill_(value)
     population.network.eval()
     batches = population.probe_batches.batches()
     doses = torch.zeros(len(population.sites)).numpy()
-    population.grafts.doses(doses)
+    population.act_at(doses)
     own, _ = population.probe_batches.see(population.network, batches)
     doses[0] = 1
-    population.grafts.doses(doses)
+    population.act_at(doses)
     before = population.passes
     with torch.no_grad():
         rise = risen_by(population, own, batches, limits)

@@ -234,7 +234,7 @@ def test_a_checkpoint_of_the_same_process_is_restored_for_evaluation_with_its_se
     trainer.fit(module, loader)
     (after,) = trainer.validate(module, loader, verbose=False)
     (then,) = trainer.validate(module, loader, ckpt_path=tmp_path / "epoch=2.ckpt", verbose=False)
-    assert list(growing.growth.population.grafts.planted()) == ["0"]
+    assert list(growing.growth.population.planted()) == ["0"]
     assert stages(growing.growth)[0] == "HOLDING"
     assert (*trainer.validate(module, loader, ckpt_path=tmp_path / f"epoch={EPOCHS - 1}.ckpt", verbose=False),) == (
         after,

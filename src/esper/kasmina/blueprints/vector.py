@@ -82,7 +82,7 @@ class MLPSeed(StackedModule):
     """Computes delta = W f(V u + c) + b with k hidden units; k (r + 1) + w (k + 1) parameters. f is the ReLU in a stack.
 
     Seeds of different hidden widths share one stack: a unit whose weights are all 0 stays 0, because relu(0) and its
-    gradient there are 0. In a network of a person's own f is that of the layers which the seed spans (`Grafts.made`).
+    gradient there are 0. In a network of a person's own f is that of the layers which the seed spans (`LivePopulation.made`).
     """
 
     pads = True

@@ -235,7 +235,7 @@ def _grown(
     adapter = dict[str, bytes]()
     if summary["keeps"]:
         adapter = adapter_files(
-            network, growth.population.grafts.kept(growth.engine.state.seeds), [site.after for site in sites.values()]
+            network, growth.population.kept(growth.engine.state.seeds), [site.after for site in sites.values()]
         )
         healed = attach_files(healed, adapter, Path("adapter"))
     names, menu = list(space.slots), [entry.name for entry in space.blueprints]

@@ -42,11 +42,11 @@ from esper.runs.live.anytime import AnytimeGrowth
 from esper.runs.verdict import verdict_of_loop
 from esper.tamiyo.catalog import find_controller, with_sensors
 from esper.tolaria.engine import Engine
-from esper.tolaria.live.grafts import Average, GrowthMode
+from esper.tolaria.live.copies import Average
 from esper.tolaria.live.groups import Groups, unwrapped
-from esper.tolaria.live.population import LivePopulation
+from esper.tolaria.live.population import GrowthMode, LivePopulation
 from esper.tolaria.live.probe import Batches, Loss, Probe, examples_in
-from esper.tolaria.live.ranks import Ranks, SharedGradients, processes
+from esper.tolaria.live.ranks import Ranks, processes
 from esper.tolaria.play import decide
 
 LISTED = 500
@@ -245,17 +245,16 @@ class Growth:
                 "settings sets lifecycle.absorb, by which layers of a block become wider, and the blueprint 'block', whose seeds "
                 "are copies of it as it was; leave one of them out"
             )
-        ranks = Ranks(
-            shared or sharded or wrapper is not None or (mode == "reserve" and processes() > 1), sharded=sharded
-        )
+        several = shared or sharded or wrapper is not None or (mode == "reserve" and processes() > 1)
+        ranks = Ranks(several, sharded=sharded, wrapper=wrapper)
         batches = ranks.from_each(len(measured.batches())) if ranks.together else []
         if len(set(batches)) > 1:  # processes that measure together would wait for each other
             raise InputError(
                 f"probe has {', '.join(map(str, batches))} batches in the processes, which run the model together; give each as "
                 "many"
             )
-        menu, shared_gradients = growth_menu(sites, config), SharedGradients(ranks, wrapper)
-        population = LivePopulation(network, averages, groups, measured, menu, config, ranks, shared_gradients)
+        menu = growth_menu(sites, config)
+        population = LivePopulation(network, averages, groups, measured, menu, config, ranks)
         population.space = _within_budget(population, budget)
         if mode == "reserve":
             if twice := next((entry.name for entry in menu if entry.again or entry.copies), None):
@@ -263,7 +262,7 @@ class Growth:
                     f"mode='reserve' runs all that can be planted in every pass, and {twice!r} would run each block twice; leave "
                     "it out of blueprints, or give mode='live'"
                 )
-            population.grafts.reserve(population.space.fits)
+            population.reserve(population.space.fits)
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise InputError(f"scaler is {kind_of(scaler)}; give the torch.amp.GradScaler of the loop, or None")
         population.incubation.scale = None if scaler is None else scaler.scale
@@ -389,12 +388,12 @@ class Growth:
         with self.engine.timer.timed("fold"):
             self._fold_kept()
         unbuilt = self._note_widths()
-        population.grafts.settle()
+        population.settle()
         self.frozen.release()
         population.groups.disown()
         population.incubation.close()
         _UNFINISHED.discard(self)
-        for network in (self.model, *population.grafts.copies):
+        for network in (self.model, *population.copies):
             trim(network)
         self.finished, self._whole = True, time.perf_counter() - self._made
         if unbuilt:
@@ -461,7 +460,7 @@ class Growth:
             )
         population, folder = self.population, folder_of(folder)
         reshard(self.model)
-        kept = population.grafts.kept(self.engine.state.seeds)
+        kept = population.kept(self.engine.state.seeds)
         files = adapter_files(self.model, kept, [site.after for site in population.sites])
         if population.ranks.first:
             replace_folder(folder, files)
@@ -532,7 +531,7 @@ class Growth:
             ),
             "host_params": host,
             "added_params": added,
-            "trained_params": population.grafts.trained_params(),
+            "trained_params": population.trained_params(),
             "seconds": self.seconds,
             "architecture": self.architecture,
             "beside": dict(self.beside),
@@ -662,7 +661,7 @@ class Growth:
         growing changed the graph of the network, 0 in mode 'reserve'; `emptied` is how often the caches of torch.compile were
         emptied, so that it would not give up.
         """
-        found = self.population.grafts.compilations
+        found = self.population.compilations
         return {name: getattr(found, name) for name in ("graphs", "changes", "emptied")}
 
     def state_dict(self) -> dict[str, Any]:
@@ -682,7 +681,7 @@ class Growth:
             "trend": list(self._losses),
             "passes": {**self.passes, "overspent": dict(self._overspent_at), "resting": self.population.resting},
             "spent": None if self._budgets["budget_seconds"] is None else list(self._spent()),
-            "seeds": population.grafts.planted(),
+            "seeds": population.planted(),
             "absorbed": {
                 "seeds": population.absorbed_seeds,
                 "params": population.absorbed_params,
@@ -693,9 +692,9 @@ class Growth:
                     path: {name: list(own) for name, own in each.items()} for path, each in population.counts.items()
                 },
             },
-            "tensors": {name: tensor.detach().clone() for name, tensor in population.grafts.tensors().items()},
-            "averages": [each.state() for each in population.grafts.averages],
-            "groups": population.groups.state(population.grafts.names()),
+            "tensors": {name: tensor.detach().clone() for name, tensor in population.tensors().items()},
+            "averages": [each.state() for each in population.averages],
+            "groups": population.groups.state(population.names()),
             "engine": self.engine.snapshot(),
             "attempts": dict(vars(self.attempts)),
             "controller": self.controller.state(),
@@ -719,7 +718,7 @@ class Growth:
         growth_state.check_made_with(saved, self._made_with, changed)
         tree: dict[str, Any] = growth_state.loaded_tree(state)
         population, controller = self.population, self.controller
-        averages = population.grafts.averages
+        averages = population.averages
         if len(averages) != len(tree["averages"]):
             given = ("no ema", "ema") if tree["averages"] else ("ema", "none")
             raise InputError(
@@ -731,9 +730,9 @@ class Growth:
         counts = {path: {name: tuple(own) for name, own in each.items()} for path, each in absorbed["counts"].items()}
         now = {path: {name: own[1] for name, own in each.items()} for path, each in counts.items()}
         with population.widths_of(absorbed["shapes"], tree["tensors"], now):
-            mine = population.grafts.tensors_with(tree["seeds"])
+            mine = population.tensors_with(tree["seeds"])
             check_tensors(tree["tensors"], mine, "the saved state", "the model", "build the same model")
-            population.groups.check(tree["groups"], population.grafts.names(), population.grafts.holds)
+            population.groups.check(tree["groups"], population.names(), population.holds)
             same = saved["controller"].partition("(")[0] == self._made_with["controller"].partition("(")[0]
             if tree["controller"] is not None and same and (before := controller.state()) is not None:
                 try:
@@ -748,11 +747,11 @@ class Growth:
         self.folded, self._tried = list(absorbed["sites"]), set(absorbed["tried"])
         self._note_widths()
         population.rebuild(tree["seeds"])
-        for name, tensor in population.grafts.tensors().items():
+        for name, tensor in population.tensors().items():
             fill(tensor, tree["tensors"][name])
         for average, kept in zip(averages, tree["averages"], strict=True):
             average.load_state(kept)
-        population.groups.load_state(tree["groups"], population.grafts.names())
+        population.groups.load_state(tree["groups"], population.names())
         self.frozen.note()
         self.calls, self._losses = tree["calls"], list(tree["trend"])
         measured, own = tree["engine"]["measurements"], self.engine.state.measurements.sensors
@@ -917,7 +916,7 @@ class Growth:
         self.widened |= widened(self.model, self._resized())
         return [
             path
-            for network in (self.model, *self.population.grafts.copies)
+            for network in (self.model, *self.population.copies)
             for path in count_in_configs(network, self.widened)
         ]
 
@@ -934,7 +933,7 @@ class Growth:
         if any(tensor.is_meta for tensor in network.state_dict().values() if isinstance(tensor, Tensor)):
             raise InputError("gather was given a model on the meta device; give one with weights")
         live = self.population
-        kept = live.grafts.kept(self.engine.state.seeds)
+        kept = live.kept(self.engine.state.seeds)
         slots = {slot: own for slot, site in enumerate(live.sites) if (own := kept.get(site.after)) is not None}
         if not slots:
             return
@@ -943,7 +942,7 @@ class Growth:
         for slot, own in slots.items():
             assert own.recipe is not None, "growth knows what it planted"
             entry = get_blueprint(own.recipe.blueprint, own.kind, live=True)
-            made = live.grafts.made(slot, entry, own.blend, 0).to(like.device)
+            made = live.made(slot, entry, own.blend, 0).to(like.device)
             made.mode, made.attached = own.mode, own.attached
             plant(network, live.sites[slot].name, made.train(network.training))
         trim(network)

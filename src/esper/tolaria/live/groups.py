@@ -131,26 +131,20 @@ class Groups:
 
     def join(self, name: str) -> None:
         """Put the parameters of a seed into groups of the host with the same options, if there are any; moments stay."""
-        keys = ("params", "param_names", "fused", OWNER)  # a seed on a CPU may have the fused kernel alone (`_fuses`)
-        options = [
-            {key: value for key, value in group.items() if key not in keys} for group in self.optimizer.param_groups
-        ]
-        for index in reversed(range(len(options))):
-            group = self.optimizer.param_groups[index]
+
+        def options(group: Group) -> Group:  # a seed on a CPU may have the fused kernel alone (`_fuses`)
+            return {key: group[key] for key in group if key not in ("params", "param_names", "fused", OWNER)}
+
+        for index, group in reversed(list(enumerate(self.optimizer.param_groups))):
             if group.get(OWNER) != name:
                 continue
-            others = (
-                other
-                for other, own in zip(self.optimizer.param_groups, options, strict=True)
-                if OWNER not in other and own == options[index]
-            )
-            if (other := next(others, None)) is None:
+            others = (each for each in self.optimizer.param_groups if OWNER not in each)
+            if (other := next((each for each in others if options(each) == options(group)), None)) is None:
                 del group[OWNER]
                 continue
             other["params"] += group["params"]
             if "param_names" in other:
                 other["param_names"] += group["param_names"]
-            del options[index]
             self._delete(index)
 
     def disown(self) -> None:

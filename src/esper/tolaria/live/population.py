@@ -5,26 +5,36 @@ incubate, the measuring, and the way back to an earlier moment.
 """
 
 import copy
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.utils.hooks import RemovableHandle
 
-from esper.kasmina.blueprints import Blueprint
-from esper.kasmina.graft.beside import find_units, join_units
+from esper.kasmina.blueprints import Blueprint, drawn_with
+from esper.kasmina.blueprints.functions import RELU, Pointwise
+from esper.kasmina.graft.beside import Units, find_units, join_units, narrow_copy
 from esper.kasmina.graft.folding import fold, functions_between, is_layer
-from esper.kasmina.graft.grafted import holders, planted_at, survey, undisturbed
+from esper.kasmina.graft.grafted import bank_at, holders, plant, planted_at, survey, undisturbed, uproot
 from esper.kasmina.graft.grown import CHILD, POINT, class_of, prefix_behind, root_of, sites_of, stream_of
-from esper.kasmina.graft.planted import Mode, Planted
-from esper.kasmina.graft.recording import call
-from esper.kasmina.graft.sharding import fill, gather, is_sharded, placed, reshard
-from esper.kasmina.graft.stacks import add_block, find_blocks, moved_site, stack_of
+from esper.kasmina.graft.planted import Bank, Mode, Planted, Recipe, Seat
+from esper.kasmina.graft.sharding import fill, gather, is_sharded, placed, reshard, shard_like
+from esper.kasmina.graft.stacks import (
+    IN_BLOCK,
+    add_block,
+    copy_of_block,
+    find_blocks,
+    moved_site,
+    own_parameters,
+    seed_of,
+    stack_of,
+)
 from esper.kasmina.graft.widening import resized
 from esper.kasmina.lifecycle import Edits, dormant, doses
 from esper.leyline.config.tree import GrowthConfig
@@ -34,16 +44,21 @@ from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.stages import ADDED, LIVE, Stage, among
 from esper.leyline.lifecycle.streams import Stream
 from esper.leyline.lifecycle.view import MISSING, Bools, Seeds, choose
-from esper.tolaria.live.grafts import Average, Grafts
-from esper.tolaria.live.groups import Groups, placed_moments
+from esper.tolaria.live.copies import Average, Twin
+from esper.tolaria.live.groups import Groups, Named, placed_moments
 from esper.tolaria.live.incubation import Incubation
 from esper.tolaria.live.missing import missing, read_sites
 from esper.tolaria.live.probe import Probe, examples_in
-from esper.tolaria.live.ranks import Ranks, SharedGradients
+from esper.tolaria.live.ranks import Ranks
 from esper.tolaria.live.widening import follow
 from esper.tolaria.measure.sensors import participation_ratio
 from esper.tolaria.population import Figures, Indices, Keeper, ProbeRequest, TrainedFigures, space_of
 from esper.tolaria.runtime import read_packet
+from esper.tolaria.stacked.compiling import Compilations
+
+GrowthMode = Literal["live", "reserve"]
+"""How seeds get into a network: as submodules of their own, or into seats that are there from the start."""
+
 
 LOOK = 128
 """Fewest losses from which it is judged whether more are needed: their standard error is then known to a sixteenth of itself."""
@@ -52,90 +67,15 @@ BEYOND = 3.0
 """Standard errors, beyond those of the gates, by which a difference must be clear of its limits before all is measured."""
 
 
-class Twin:
-    """Copies the parameters and buffers that a network has beside one seed, and takes the steps of the loop on the copies.
-
-    Calling it runs the network on the copies, without that seed. Removing a seed from a network that was trained with it
-    overstates the worth of the seed, because the rest has come to rely on it.
-
-    site: of the seed that is left out. tensors: the copies by name. Clipping of gradients and a GradScaler are not repeated.
-    """
-
-    def __init__(self, network: nn.Module, groups: Groups, site: str, prefix: str) -> None:
-        """prefix: with which the names of the seed begin."""
-        self.network, self.site = network, site
-        held = {id(parameter) for group in groups.optimizer.param_groups for parameter in group["params"]}
-        memo: dict[int, Any] = {}
-        self.tensors: dict[str, Tensor] = {}
-        for name, tensor in (*network.named_parameters(), *network.named_buffers()):
-            trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad and id(tensor) in held
-            if not name.startswith(prefix) and (trained or not isinstance(tensor, nn.Parameter)):
-                own = self.tensors[name] = tensor.detach().clone().requires_grad_(trained)
-                memo[id(tensor)] = own
-        copies = {id(tensor) for tensor in self.tensors.values()}
-        self.optimizer: torch.optim.Optimizer = copy.deepcopy(groups.optimizer, memo)
-        self._groups = list(zip(self.optimizer.param_groups, groups.optimizer.param_groups, strict=True))
-        for mine, _ in self._groups:
-            mine.pop("param_names", None)
-            mine["params"] = [parameter for parameter in mine["params"] if id(parameter) in copies]
-        for parameter in [each for each in self.optimizer.state if id(each) not in copies]:
-            del self.optimizer.state[parameter]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the network on the copies, without the seed."""
-        planted = planted_at(self.network, self.site)
-        assert planted is not None, "a twin lives as long as its seed is on trial"
-        mode, planted.mode = planted.mode, Mode.OFF
-        try:
-            return functional_call(self.network, self.tensors, args, kwargs)
-        finally:
-            planted.mode = mode
-
-    def train(self, batch: tuple[Any, Any], probe: Probe) -> None:
-        """Take the step of the loop on its batch."""
-        for mine, theirs in self._groups:  # a scheduler may have changed the rates
-            mine.update({key: value for key, value in theirs.items() if key not in ("params", "param_names")})
-        trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        if not trained:  # beside the seed everything is frozen
-            return
-        devices = sorted({parameter.device.index for parameter in trained if parameter.is_cuda})
-        with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"), torch.enable_grad():
-            loss = probe.mean(call(self, batch[0]), batch[1])
-            if not loss.requires_grad:
-                return
-            gradients = torch.autograd.grad(loss, trained, allow_unused=True)
-        maximizes = any(group.get("maximize", False) for group in self.optimizer.param_groups)
-        for parameter, gradient in zip(trained, gradients, strict=True):
-            parameter.grad = -gradient if maximizes and gradient is not None else gradient
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def forget(self, prefix: str) -> None:
-        """Leave out another seed too, which was removed."""
-        self.tensors = {name: tensor for name, tensor in self.tensors.items() if not name.startswith(prefix)}
-
-    def state(self) -> dict[str, Any]:
-        """Return the copies and what the optimizer remembers of them, by name."""
-        moments = self.optimizer.state
-        return {
-            "tensors": {name: tensor.detach().clone() for name, tensor in self.tensors.items()},
-            "moments": {name: copy.deepcopy(moments[own]) for name, own in self.tensors.items() if own in moments},
-        }
-
-    @torch.no_grad()
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.tensors = {name: tensor for name, tensor in self.tensors.items() if name in state["tensors"]}
-        for name, own in self.tensors.items():
-            own.copy_(state["tensors"][name])
-            self.optimizer.state.pop(own, None)
-            if name in state["moments"]:
-                self.optimizer.state[own] = placed_moments(state["moments"][name], own)
-
-
 class LivePopulation:
     """Treats a grafted network as a population of one row; implements `tolaria.population.Population`.
 
-    network: the grafted network. grafts: the seeds in it, and in its moving averages.
+    In mode 'live' a seed becomes a submodule when it is planted, which changes the graph of a compiled network. In mode 'reserve'
+    a seat for each blueprint is at each site from the start (`kasmina.graft.planted`), and a seed that is planted gives its
+    weights to the seat. Either way its parameters are in the optimizer from its birth to its removal alone.
+
+    networks: the grafted network, and the modules `copies` of its moving averages, which get every seed that it gets.
+    compilations: of the process, and changes of the graph by growing.
     """
 
     waits = None  # the loop reads its own batches
@@ -149,17 +89,18 @@ class LivePopulation:
         menu: Sequence[Blueprint],
         config: GrowthConfig,
         ranks: Ranks,
-        shared: SharedGradients,
     ) -> None:
         """Raise InputError if a site cannot be one, or where the loss gives no standard error."""
         self.network, self.groups, self.probe_batches, self.config = network, groups, probe, config
+        self.averages, self.copies = tuple(averages), tuple(each.module for each in averages)
+        self.networks = network, *self.copies
         self.device = probe.device
         self.environment = np.zeros(1, np.int64)
         self.label = f"one {type(network).__name__}"
         self.menu = tuple(menu)
         self.sites: tuple[Site, ...] = tuple(sites_of(network).values())
-        readings = list(survey(network, lambda: probe.first_output(network)).values())
-        functions = functions_between(network, lambda: probe.first_output(network))
+        self.readings = list(survey(network, lambda: probe.first_output(network)).values())
+        self.functions = functions_between(network, lambda: probe.first_output(network))
         with undisturbed(network):
             probe.settle(network)
         reshard(network)
@@ -168,7 +109,17 @@ class LivePopulation:
         self.absorbed_seeds = self.absorbed_params = 0  # seeds that are units of layers by now, and what they added
         # Attributes of a person's modules that count units which narrow copies added to, before and now, by path and name.
         self.counts: dict[str, dict[str, tuple[int, int]]] = {}
-        self.grafts = Grafts(network, averages, groups, self.menu, readings, functions, ranks)
+        self.host = list(network.parameters())
+        self._prefixes = tuple(prefix_behind(site.after) for site in self.sites)
+        self.compilations = Compilations(network)
+        self.reserved = False
+        # by site where a further block can be added: parameters of a copy of the site's block that are 0 at birth
+        self.blocks: Mapping[str, tuple[str, ...]] = {}
+        self.units: Mapping[str, Units] = {}  # by site where a narrow copy of the site's submodule can be added
+        self._blueprint_of: dict[str, int] = {}  # by site, of the seeds that are there
+        self._handles: list[RemovableHandle] = []
+        self._seats: list[Seat] = []  # of the network, while there are any
+        self._due = False  # whether the gradients of seats of this backward pass are to be dropped at its end
         # By the name of a blueprint that copies the submodule of a site: why it can be planted at no site, by site.
         self.why_no_copy: dict[str, dict[str, str]] = {}
         for entry in {entry.name: entry for entry in self.menu if entry.copies}.values():
@@ -177,21 +128,21 @@ class LivePopulation:
                 why = {site.name: f"{entry.name!r} is planted in no sharded network" for site in self.sites}
             elif entry.copies == "behind":
                 found, why = find_blocks(network, self.sites, probe.first)
-                self.grafts.blocks = found
+                self.blocks = found
             else:
                 found, why = find_units(network, self.sites, probe.first)
-                self.grafts.units = found
+                self.units = found
             if not found:
                 self.why_no_copy[entry.name] = why
         self.incubation = Incubation(network, groups, probe, config.lifecycle.proximal, ranks)
-        self.ranks, self.shared = ranks, shared
+        self.ranks = ranks
         # By site of each seed on trial; None where the loop gives no batches, or layers became wider since.
         self.twins: dict[str, Twin | None] = {}
         self.passes = 0  # passes of examples that growing took, in this process: see `Growth.passes`
         self.resting = False  # whether seeds that incubate do not learn at present
         self._episode = 0
         self._seeds = dormant(1, len(self.sites))  # that the network follows
-        fits, cost = self.grafts.offers()
+        fits, cost = self.offers()
         self.space = space_of(
             config,
             self.menu,
@@ -205,13 +156,13 @@ class LivePopulation:
             floor=np.full(1, np.nan),
             ceiling=np.full(1, np.nan),
             frozen=np.zeros(1, bool),  # set when growth begins
-            stacks=tuple(stack_of(site.after) for site in self.sites) if self.grafts.blocks else (),
+            stacks=tuple(stack_of(site.after) for site in self.sites) if self.blocks else (),
         )
 
     def begin(self, instance: Indices, episode: int) -> None:
         """Begin with the network as it is, which has no seeds yet."""
-        assert not self.grafts.planted(), "an episode begins without seeds"
-        self.space = self.space._replace(frozen=np.array([self.grafts.trained_params() == 0]))
+        assert not self.planted(), "an episode begins without seeds"
+        self.space = self.space._replace(frozen=np.array([self.trained_params() == 0]))
         self._episode = episode
 
     def edit(self, changes: Edits, seeds: Seeds, step: int) -> None:
@@ -220,7 +171,7 @@ class LivePopulation:
             self.free(self.sites[slot].name)
         for _, slot in changes.born.tolist():
             key = scalar(self.config.seed, Purpose.BIRTH, 0, self._episode, step, slot)
-            self.grafts.add(slot, int(seeds.blueprint[0, slot]), Blend(int(seeds.blend[0, slot])), key)
+            self.add(slot, int(seeds.blueprint[0, slot]), Blend(int(seeds.blend[0, slot])), key)
         self.follow(seeds)
 
     def train(self, seeds: Seeds, *, parameter_norms: bool = False) -> None:
@@ -253,7 +204,7 @@ class LivePopulation:
         trained = self.incubation.norms() if asked.trained else None
         figures: Figures | None = None
         if self.ranks.first or self.ranks.together:
-            with undisturbed(self.network), self.grafts.restored():
+            with undisturbed(self.network), self.restored():
                 figures = measure_live(self, seeds, asked, trained)
             reshard(self.network)
         return self.ranks.from_first(figures)
@@ -261,7 +212,7 @@ class LivePopulation:
     def sense(self) -> Tensor:
         """Measure (1, S, 1) what is missing at each site where a seed may be planted; nan elsewhere, and in a sharded network."""
         free = [site.name for slot, site in enumerate(self.sites) if self.space.fits[slot].any()]
-        names = [] if is_sharded(self.network) else [name for name in free if self.grafts.at(name) is None]
+        names = [] if is_sharded(self.network) else [name for name in free if self.at(name) is None]
         read = read_sites(self.network, names, self._sensed(), self.probe_batches.mean) if names else {}
         absent = torch.full((), torch.nan, device=self.device)
         return torch.stack([missing(read[site.name]) if site.name in read else absent for site in self.sites])[
@@ -292,7 +243,7 @@ class LivePopulation:
     def price(self, rows: Indices, slot: Indices, blueprint: Indices, blend: NDArray[np.integer[Any]]) -> Indices:
         return np.array(
             [
-                self.grafts.cost(s, k, Blend(b))
+                self.cost(s, k, Blend(b))
                 for s, k, b in zip(slot.tolist(), blueprint.tolist(), blend.tolist(), strict=True)
             ],
             np.int64,
@@ -306,7 +257,7 @@ class LivePopulation:
         if len(slots) != 1:
             return None
         slot, host = int(slots[0]), int(self.host_params[0])
-        own = self.grafts.cost(slot, int(seeds.blueprint[0, slot]), Blend(int(seeds.blend[0, slot])))
+        own = self.cost(slot, int(seeds.blueprint[0, slot]), Blend(int(seeds.blend[0, slot])))
         added = int(self.added_params(seeds)[0]) + (0 if seeds.stage[0, slot] in ADDED else own)
         whole, rent = max(host, self.space.rent_size) + added, self.space.rent
         price = rent * float(np.log(whole / max(whole - own, 1)))
@@ -318,7 +269,7 @@ class LivePopulation:
 
     def growth(self, rows: Indices, slot: Indices, blueprint: Indices) -> int:
         """Return the bytes that further seeds (n,) take with their gradients and two moments."""
-        size = next((parameter.element_size() for parameter in self.grafts.host), 4)
+        size = next((parameter.element_size() for parameter in self.host), 4)
         return 4 * size * int(self.price(slot, slot, blueprint, np.full(len(slot), Blend.ADD)).sum())
 
     def keeper(self, seeds: Seeds) -> Keeper:
@@ -327,7 +278,7 @@ class LivePopulation:
     def snapshot(self) -> dict[str, Any]:
         """Return which seeds there are, and what the incubation has gathered."""
         twins = {name: None if twin is None else twin.state() for name, twin in self.twins.items()}
-        return {"live": {"seeds": self.grafts.planted(), "incubation": self.incubation.state(), "twins": twins}}
+        return {"live": {"seeds": self.planted(), "incubation": self.incubation.state(), "twins": twins}}
 
     def load(self, tree: Mapping[str, Any], instance: Indices, episode: int) -> None:
         """Go on from what `snapshot` gave, once `rebuild` has planted the seeds."""
@@ -335,19 +286,238 @@ class LivePopulation:
         self.incubation.load_state(tree["live"]["incubation"])
         self.twins = {}
         for name, state in tree["live"].get("twins", {}).items():
-            twin = self.twins[name] = None if state is None else self._twin(name)
+            twin = self.twins[name] = None if state is None else Twin(self.network, self.groups, name)
             if twin is not None:
                 twin.load_state(state)
 
     # Seeds.
+
+    def reserve(self, fits: Bools) -> None:
+        """Put a seat at each site for each blueprint of the menu that can be planted there, (S, blueprints).
+
+        A seat that no seed has taken computes too, because the graph of the network never changes; its gradients are dropped.
+        """
+        self.reserved = True
+        for slot in np.flatnonzero(fits.any(1)).tolist():
+            site, seats = self.sites[slot], {}
+            for entry in (self.menu[blueprint] for blueprint in np.flatnonzero(fits[slot]).tolist()):
+                made = self.made(slot, entry, Blend.GATE, 0)
+                seats[entry.name] = Seat(made.seed, entry.tap, site.stream.kind, site.stream.permutation).train(
+                    made.training
+                )
+                seats[entry.name].recipe = made.recipe
+            bank = Bank(seats)
+            copies = [copy.deepcopy(bank).requires_grad_(False) for _ in self.copies]
+            self._seats += bank.all()
+            arrived = partial(_arrived, weakref.ref(self))  # a network that goes on alone keeps no copies of it
+            for seat in bank.all():
+                for parameter in seat.parameters():
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(partial(arrived, seat)))
+            for network, own in zip(self.networks, (bank, *copies), strict=True):
+                plant(network, site.name, own)
+
+    def cost(self, slot: int, blueprint: int, blend: Blend = Blend.ADD) -> int:
+        """Return the parameters of a seed."""
+        reads = self.readings[slot].widths[self.menu[blueprint].tap]
+        gate = reads + 1 if blend == Blend.GATE else 0
+        if copies := self.menu[blueprint].copies:
+            site = self.sites[slot]
+            block = self.network.get_submodule(site.after)
+            if copies == "beside":
+                return self.units[site.name].cost(block) + gate
+            return sum(parameter.numel() for parameter in own_parameters(block).values()) + gate
+        return self.menu[blueprint].parameters(reads, self.sites[slot].stream.width) + gate
+
+    def offers(self) -> tuple[Bools, NDArray[np.int64]]:
+        """Return (S, K) which blueprints can be planted at which sites, and their parameters, 0 where they cannot."""
+        fits = np.zeros((len(self.sites), len(self.menu)), bool)
+        cost = np.zeros(fits.shape, np.int64)
+        for slot, (site, reading) in enumerate(zip(self.sites, self.readings, strict=True)):
+            for k, entry in enumerate(self.menu):
+                copied: Mapping[str, Any] = self.blocks if entry.copies == "behind" else self.units
+                possible = (reading.again or not entry.again) and (site.name in copied or not entry.copies)
+                if possible and reading.widths[entry.tap] > 0 and entry.fits(site.stream.kind, causal=site.causal):
+                    fits[slot, k], cost[slot, k] = True, self.cost(slot, k)
+        return fits, cost
+
+    def planted(self) -> dict[str, list[Any]]:
+        """Return by site, in the order of the optimizer's groups, the blueprint, the blend and the function of the seed."""
+        found = {}
+        for name in self.groups.names():
+            seed = self.at(name)
+            assert seed is not None, "every group of a seed is that of one in the network"
+            function = RELU if seed.recipe is None else seed.recipe.function
+            found[name] = [self._blueprint_of[name], int(seed.blend), list(function)]
+        return found
+
+    def at(self, name: str) -> Planted | None:
+        """Return the seed at a site of the network; None where there is none."""
+        return planted_at(self.network, name)
+
+    def everywhere(self, name: str) -> list[Planted]:
+        """Return the seed at a site of the network, and then of its copies."""
+        found = [planted_at(network, name) for network in self.networks]
+        return [each for each in found if each is not None]
+
+    def add(self, slot: int, blueprint: int, blend: Blend, key: int, function: Pointwise | None = None) -> None:
+        """Plant a seed that acts on nothing yet, drawn by a key; with another function than that of `made` if one is given."""
+        site, entry = self.sites[slot], self.menu[blueprint]
+        made = self.made(slot, entry, blend, key, function)
+        self.ranks.spread(made.parameters())
+        for network in (*self.copies, self.network):
+            bank = bank_at(network, site.name)
+            if bank is not None:
+                bank.seat(entry.name).take(made)
+                continue
+            own = made if network is self.network else copy.deepcopy(made).requires_grad_(False)
+            if is_sharded(network):
+                shard_like(own, network)
+            plant(network, site.name, own)
+        planted = self.at(site.name)
+        assert planted is not None, "it was planted"
+        self._blueprint_of[site.name] = blueprint
+        trained = {id(parameter) for parameter in planted.trained()}
+        named = [(path, parameter) for path, parameter in planted.named_parameters() if id(parameter) in trained]
+        block = own_parameters(self.network.get_submodule(site.after)) if entry.copies else {}
+        like = {f"{IN_BLOCK}{name}": parameter for name, parameter in block.items()}
+        self.groups.add(site.name, named, self._beside(site.after), like)
+        self.edited()
+
+    def made(self, slot: int, entry: Blueprint, blend: Blend, key: int, function: Pointwise | None = None) -> Planted:
+        """Return a seed that is in no network, drawn by a key, on the device of the host and in its dtype.
+
+        A bypass with one hidden layer around two layers has the function that runs between these, so that it is further units.
+        """
+        site = self.sites[slot]
+        reads, function = self.readings[slot].widths[entry.tap], function or self.functions.get(site.name, RELU)
+        after = self.network.get_submodule(site.after)
+        like = next((p for p in (*after.parameters(), *self.host) if p.is_floating_point()), None)
+        if entry.copies:
+            counts: Mapping[str, Mapping[str, int]] = {}
+            if entry.copies == "beside":
+                units = self.units[site.name]
+                block, counts = narrow_copy(after, units, key), units.counted(units.number)
+            else:
+                block = copy_of_block(after, self.blocks[site.name])
+            recipe = Recipe(site, entry.name, reads, counts=counts)
+            return seed_of(entry, recipe, blend, block).train(after.training)
+        with drawn_with(key):
+            made = seed_of(entry, Recipe(site, entry.name, reads, function), blend)
+        return (made if like is None else made.to(like.device, like.dtype)).train(after.training)
+
+    def settle(self) -> None:
+        """Replace the seats of every site by the seed that is planted in one of them, if there is one."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._seats.clear()
+        for network in self.networks if self.reserved else ():
+            for site in self.sites:
+                seat = planted_at(network, site.name)
+                if bank_at(network, site.name) is not None:
+                    uproot(network, site.name)
+                if isinstance(seat, Seat):
+                    plant(network, site.name, seat.planted())
+
+    def act_at(self, dose: NDArray[np.float32]) -> None:
+        """Let the seeds act at these doses (S,), for a measurement."""
+        for slot, site in enumerate(self.sites):
+            planted = self.at(site.name)
+            if planted is not None:
+                planted.mode = Mode.ON if dose[slot] > 0 else Mode.OFF
+                planted.alpha.fill_(float(dose[slot]))
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore what the seeds do after a measurement that changes it."""
+        found = [self.at(site.name) for site in self.sites]
+        before = [(each, each.mode, each.alpha.clone()) for each in found if each is not None]
+        try:
+            yield
+        finally:
+            for each, mode, alpha in before:
+                each.mode = mode
+                each.alpha.copy_(alpha)
+
+    def kept(self, seeds: Seeds) -> dict[str, Planted]:
+        """Return by submodule each seed that is part of the network for good, also behind `trim`, but no folded one."""
+        held, found = holders(self.network), dict[str, Planted]()
+        for slot, site in enumerate(self.sites):
+            here = held.get(site.after)
+            seed = here.taken() if isinstance(here, Bank) else here
+            if seeds.stage[0, slot] == Stage.FOSSILIZED and seed is not None:
+                found[site.after] = seed
+        return found
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return parameters and buffers of the network and its copies, by name, without free seats; they share memory."""
+        found: dict[str, Tensor] = {}
+        for first, network, named in self._named():
+            seats = [seat for seat in _seats(network) if not seat.taken]
+            free = {id(tensor) for seat in seats for tensor in (*seat.parameters(), *seat.buffers())}
+            found |= {first + name: tensor for name, tensor in named if id(tensor) not in free}
+        return found
+
+    def tensors_with(self, seeds: Mapping[str, Sequence[Any]]) -> dict[str, Tensor]:
+        """Return what `tensors` would return behind `rebuild`; tensors of seeds that are not there have any values."""
+        slots = {site.name: slot for slot, site in enumerate(self.sites)}
+        found: dict[str, Tensor] = {}
+        for first, network, named in self._named():
+            found |= {first + name: tensor for name, tensor in named if not self.holds(name)}
+            for site, (blueprint, blend, *_) in seeds.items():
+                entry, bank = self.menu[blueprint], bank_at(network, site)
+                seed: nn.Module = (
+                    self.made(slots[site], entry, Blend(blend), 0) if bank is None else bank.seat(entry.name)
+                )
+                here = prefix_behind(self.sites[slots[site]].after) + ("" if bank is None else f"seats.{entry.name}.")
+                for name, tensor in (*seed.named_parameters(), *seed.named_buffers()):
+                    found[first + here + name] = tensor
+        return found
+
+    def holds(self, name: str) -> bool:
+        """Return whether a parameter or buffer of this name in the network is that of a seed at a site."""
+        return name.startswith(self._prefixes)
+
+    def names(self) -> dict[Tensor, str]:
+        """Return the name of every parameter that the optimizer holds; one that is not the network's is named by its group."""
+        reshard(self.network)
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.network.named_parameters()}
+        for index, group in enumerate(self.groups.optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                names.setdefault(parameter, f"group {index}, parameter {place}")
+        return names
+
+    def trained_params(self) -> int:
+        """Count the parameters that require a gradient, of the host and of the seeds that are there."""
+        seats = _seats(self.network)
+        learning = {id(parameter) for seat in seats if seat.learns for parameter in seat.trained()}
+        idle = {id(parameter) for seat in seats for parameter in seat.parameters()} - learning
+        return sum(
+            parameter.numel()
+            for parameter in self.network.parameters()
+            if parameter.requires_grad and id(parameter) not in idle
+        )
+
+    def edited(self) -> None:
+        """Note that what a network without seats computes is another thing now."""
+        if not self.reserved:
+            self.compilations.changed()
 
     def free(self, name: str) -> None:
         """Remove a seed and all that was remembered of it."""
         self.incubation.forget(name)
         self.twins.pop(name, None)
         for twin in filter(None, self.twins.values()):
-            twin.forget(self._prefix(name))
-        self.grafts.free(name)
+            twin.forget(name)
+        self.groups.remove(name)
+        for network in self.networks:
+            planted = planted_at(network, name)
+            if isinstance(planted, Seat):
+                planted.free()
+            else:
+                uproot(network, name)
+        del self._blueprint_of[name]
+        self.edited()
 
     def fold(self, name: str) -> str | None:
         """Fold a seed into its layers, in the network and its averages, if their outputs on the probe allow it.
@@ -356,15 +526,14 @@ class LivePopulation:
         Layers become wider in one process alone: DistributedDataParallel and `fully_shard` know the sizes of parameters.
         """
         passes = self.probe_batches.passes() if self.ranks.first or self.ranks.together else []
-        before, networks = dict(self.network.named_parameters()), (self.network, *self.grafts.copies)
-        planted = self.grafts.at(name)
+        before, planted = dict(self.network.named_parameters()), self.at(name)
         if planted is None or planted.copies != "beside":
-            why_not = fold(networks, name, passes, self.ranks.agreed, pairs=self._alone)
+            why_not = fold(self.networks, name, passes, self.ranks.agreed, pairs=self._alone)
         elif not self._alone:
             why_not = "units are added in one process alone"
-        elif (units := self.grafts.units.get(name)) is None:
+        elif (units := self.units.get(name)) is None:
             why_not = "its submodule has no units any more that can be added to"
-        elif (why_not := join_units(networks, name, units, passes)) is None:
+        elif (why_not := join_units(self.networks, name, units, passes)) is None:
             for path, own in units.counts.items():
                 where = f"{sites_of(self.network)[name].after}.{path}".strip(".")
                 part = self.network.get_submodule(where)
@@ -381,19 +550,22 @@ class LivePopulation:
 
         Returns None if it is one, otherwise why not. The sites and seeds behind it then have other places.
         """
-        networks = (self.network, *self.grafts.copies)
         passes = self.probe_batches.passes() if self.ranks.first else []
-        if (why_not := add_block(networks, name, passes, self.ranks.from_first)) is not None:
+        if (why_not := add_block(self.networks, name, passes, self.ranks.from_first)) is not None:
             return why_not
-        self.grafts.join(name)
+        self.groups.join(name)  # its parameters stay in the optimizer
+        for network in self.networks:
+            uproot(network, name)
+        del self._blueprint_of[name]
+        self.edited()
         stack, place = stack_of(sites_of(self.network)[name].after)
         moved = {each.name: moved_site(each, stack, place + 1) for each in self.sites}
-        for network in networks:
+        for network in self.networks:
             root_of(network).sites = {site: moved[site] for site in sites_of(network)}
             for seed in holders(network).values():
                 if isinstance(seed, Planted) and seed.recipe is not None:
                     seed.recipe = seed.recipe._replace(site=moved_site(seed.recipe.site, stack, place + 1))
-        self.sites = self.grafts.sites = tuple(moved.values())
+        self.sites = tuple(moved.values())
         return None
 
     def absorb(self, slot: int) -> bool:
@@ -401,7 +573,7 @@ class LivePopulation:
 
         The site is free then, and its streams and prices are those of the wider layers. Not for networks of several processes.
         """
-        site, planted = self.sites[slot], self.grafts.at(self.sites[slot].name)
+        site, planted = self.sites[slot], self.at(self.sites[slot].name)
         beside = planted is not None and planted.copies == "beside"
         if (site.around == site.after and not beside) or not self._alone:
             return False
@@ -420,17 +592,17 @@ class LivePopulation:
 
     def resurvey(self) -> None:
         """Measure the sites anew, behind a change of the host's layers."""
-        with self.grafts.restored():
-            self.grafts.doses(np.zeros(len(self.sites), np.float32))
+        with self.restored():
+            self.act_at(np.zeros(len(self.sites), np.float32))
             readings = survey(self.network, lambda: self.probe_batches.first_output(self.network), wider=True)
-        for network in self.grafts.copies:
+        for network in self.copies:
             root_of(network).sites = sites_of(self.network)
         self.sites = tuple(sites_of(self.network).values())
-        self.grafts.sites, self.grafts.readings = self.sites, list(readings.values())
-        self.grafts.host = [p for name, p in self.network.named_parameters() if not self.grafts.holds(name)]
-        if self.grafts.units:
-            self.grafts.units, _ = find_units(self.network, self.sites, self.probe_batches.first)
-        fits, cost = self.grafts.offers()
+        self.readings = list(readings.values())
+        self.host = [p for name, p in self.network.named_parameters() if not self.holds(name)]
+        if self.units:
+            self.units, _ = find_units(self.network, self.sites, self.probe_batches.first)
+        fits, cost = self.offers()
         affordable = cost <= (self.config.governor.param_limit or np.inf) * self.host_params[0]
         width = np.array([[site.stream.width for site in self.sites]])
         self.space = self.space._replace(fits=fits & affordable, cost=cost[None], width=width)
@@ -449,12 +621,12 @@ class LivePopulation:
         if not shapes:
             yield
             return
-        networks, optimizer = (self.network, *self.grafts.copies), self.groups.optimizer
+        optimizer = self.groups.optimizer
         before, moments = dict(self.network.named_parameters()), dict(optimizer.state)
         sites, after = sites_of(self.network), before
         try:
             with ExitStack() as wider:
-                for index, network in enumerate(networks):
+                for index, network in enumerate(self.networks):
                     first = f"copy.{index}." if index else ""
                     own = {name.removeprefix(first): each for name, each in tensors.items() if name.startswith(first)}
                     wider.enter_context(resized(network, shapes, own, counts))
@@ -465,27 +637,32 @@ class LivePopulation:
         except BaseException:
             follow([optimizer], after, before)
             optimizer.state.update(moments)
-            for network in networks:
+            for network in self.networks:
                 root_of(network).sites = sites
             self.resurvey()
             raise
 
     def rebuild(self, seeds: Mapping[str, Sequence[Any]]) -> None:
-        """Make these the only seeds, in this order; the caller fills in their weights."""
+        """Make these the only seeds, as `planted` returned them, in this order; the caller fills in their weights.
+
+        A state of an earlier version names no function: every seed had the ReLU.
+        """
         reshard(self.network)
-        for name in self.grafts.planted():
-            self.incubation.forget(name)
-        self.grafts.rebuild(seeds)
+        for name in list(self.planted()):
+            self.free(name)
+        slots = {site.name: slot for slot, site in enumerate(self.sites)}
+        for name, (blueprint, blend, *functions) in seeds.items():
+            self.add(slots[name], blueprint, Blend(blend), 0, tuple(functions[0]) if functions else RELU)
 
     def follow(self, seeds: Seeds) -> None:
         """Let every seed act as its stage says."""
         self._seeds = seeds
         isolated = self.config.lifecycle.isolation == "isolated"
-        twins = self.config.gates.twins and self._alone and not self.grafts.reserved  # of seeds on trial
+        twins = self.config.gates.twins and self._alone and not self.reserved  # of seeds on trial
         incubating: list[str] = []
         acting: list[nn.Parameter] = []
         for slot, site in enumerate(self.sites):
-            planted = self.grafts.at(site.name)
+            planted = self.at(site.name)
             if planted is None:
                 continue
             stage, alpha = Stage(int(seeds.stage[0, slot])), float(seeds.alpha[0, slot])
@@ -496,33 +673,79 @@ class LivePopulation:
             mode = Mode.ON if acts else Mode.STRAIGHT if straight else Mode.OFF
             frozen = bool(seeds.doomed[0, slot])
             if (planted.mode, planted.attached, planted.learns) != (mode, attached, not frozen):
-                self.grafts.edited()
-            for each in self.grafts.everywhere(site.name):
+                self.edited()
+            for each in self.everywhere(site.name):
                 each.mode, each.attached = mode, attached
                 each.alpha.fill_(alpha if acts else 0.0)
             planted.learn(not frozen)
             if stage not in LIVE or frozen:
                 self.twins.pop(site.name, None)
             elif site.name not in self.twins and acts and twins:
-                self.twins[site.name] = self._twin(site.name)
+                self.twins[site.name] = Twin(self.network, self.groups, site.name)
             if learns:
                 incubating.append(site.name)
             elif acts and not frozen:
                 acting += planted.trained()
         self.incubation.follow(incubating)
-        if not self.grafts.reserved:  # seats are parameters that DistributedDataParallel knows
-            self.shared.follow([*acting, *self.incubation.alone])
+        if not self.reserved:  # seats are parameters that DistributedDataParallel knows
+            self.ranks.share_gradients([*acting, *self.incubation.alone])
+
+    # Inside.
+
+    def _named(self) -> Iterator[tuple[str, nn.Module, list[tuple[str, Tensor]]]]:
+        """Yield the network and its copies: how the names of its tensors begin, and its parameters and buffers by name."""
+        for index, network in enumerate(self.networks):
+            reshard(network)
+            named = [*network.named_parameters(), *network.named_buffers()]
+            yield f"copy.{index}." if index else "", network, named
+
+    def _drop_later(self) -> None:
+        if self.ranks.size > 1 and not self._due:
+            self._due = True
+            # DistributedDataParallel fills in gradients in a callback of its own, which is queued when the first of these
+            # callbacks runs: the second drops them behind it.
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: queue(self._drop))
+
+    def _drop(self) -> None:
+        self._due = False
+        for seat in self._seats:
+            for parameter in seat.parameters():
+                if seat.mode != Mode.ON or seat.drops(parameter):
+                    parameter.grad = None
+
+    def _beside(self, path: str) -> list[Named]:
+        """Return the parameters of the host, from those of a submodule outwards through the modules around it.
+
+        Embedding tables come last: a seed multiplies by its matrices as a Linear does, and recipes that decay matrices often
+        leave tables out.
+        """
+        host = {id(parameter) for parameter in self.host}
+        tables = {
+            id(part.weight) for part in self.network.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)
+        }
+        parts = path.split(".") if path else []
+        modules = [self.network.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
+        found = [named for module in modules for named in module.named_parameters() if id(named[1]) in host]
+        return sorted(found, key=lambda named: id(named[1]) in tables)
 
     @property
     def _alone(self) -> bool:
         """Whether one process has the whole network, and no wrapper knows its parameters."""
-        return self.ranks.size == 1 and self.shared.wrapper is None and not is_sharded(self.network)
+        return self.ranks.size == 1 and self.ranks.wrapper is None and not is_sharded(self.network)
 
-    def _prefix(self, name: str) -> str:
-        return prefix_behind(sites_of(self.network)[name].after)
 
-    def _twin(self, name: str) -> Twin:
-        return Twin(self.network, self.groups, name, self._prefix(name))
+def _arrived(population: "weakref.ref[LivePopulation]", seat: Seat, parameter: Tensor) -> None:
+    """Drop a gradient that is of no use as soon as it is there."""
+    if seat.drops(parameter):
+        parameter.grad = None
+    if (own := population()) is not None:
+        own._drop_later()
+
+
+def _seats(network: nn.Module) -> list[Seat]:
+    """Return the seats of a network, free or taken."""
+    return [part for part in network.modules() if isinstance(part, Seat)]
 
 
 class _Kept:
@@ -541,28 +764,28 @@ class _Kept:
         self.seeds, self.step[0] = seeds, step
         unfinished: set[int] = set()  # the tensors of all seeds that are not part of the network for good
         for slot, site in enumerate(self.live.sites):
-            for planted in self.live.grafts.everywhere(site.name) if seeds.stage[0, slot] != Stage.FOSSILIZED else ():
+            for planted in self.live.everywhere(site.name) if seeds.stage[0, slot] != Stage.FOSSILIZED else ():
                 unfinished |= {id(tensor) for tensor in (*planted.parameters(), *planted.buffers())}
         self.tensors = {
             name: tensor.detach().clone()
-            for name, tensor in self.live.grafts.tensors().items()
+            for name, tensor in self.live.tensors().items()
             if id(tensor) not in unfinished
         }
-        names = {p: name for p, name in self.live.grafts.names().items() if id(p) not in unfinished}
+        names = {p: name for p, name in self.live.names().items() if id(p) not in unfinished}
         self.moments = self.live.groups.moments(names)
-        self.averages = [each.state() for each in self.live.grafts.averages]
+        self.averages = [each.state() for each in self.live.averages]
 
     def put_back(self, seeds: Seeds, rows: Bools, kept: Seeds) -> Seeds:
         """Make the network what it was. Seeds that are not in `kept` are gone; the schedule goes on from where it is."""
         if not rows[0]:
             return seeds
         for slot, site in enumerate(self.live.sites):
-            if kept.stage[0, slot] != Stage.FOSSILIZED and self.live.grafts.at(site.name) is not None:
+            if kept.stage[0, slot] != Stage.FOSSILIZED and self.live.at(site.name) is not None:
                 self.live.free(site.name)
-        for name, tensor in self.live.grafts.tensors().items():
+        for name, tensor in self.live.tensors().items():
             fill(tensor, self.tensors[name])
-        self.live.groups.set_moments(self.live.grafts.names(), self.moments)
-        for average, state in zip(self.live.grafts.averages, self.averages, strict=True):
+        self.live.groups.set_moments(self.live.names(), self.moments)
+        for average, state in zip(self.live.averages, self.averages, strict=True):
             average.load_state(state)
         self.live.follow(kept)
         return choose(rows, kept, seeds)
@@ -578,7 +801,7 @@ class _Kept:
 
     def load_state(self, state: Mapping[str, Any], seeds: Seeds) -> None:
         self.seeds, self.step = Seeds(**state["seeds"]), np.array(state["step"])
-        own, names = self.live.grafts.tensors(), self.live.grafts.names()
+        own, names = self.live.tensors(), self.live.names()
         self.tensors = {name: placed(tensor, own[name]) for name, tensor in state["tensors"].items()}
         self.moments = {
             name: placed_moments(state["moments"][name], parameter)
@@ -598,7 +821,7 @@ def measure_live(
     leaves the training out.
     """
     assert not asked.validation, "a live network has no validation split"
-    live.grafts.doses(doses(seeds)[0])
+    live.act_at(doses(seeds)[0])
     with _listening(live.network, live.sites) as heard:
         batches = live.probe_batches.batches()
         own, output_spread = live.probe_batches.see(live.network, batches)
@@ -607,12 +830,12 @@ def measure_live(
     means, pairs = [own.mean()], []
     for dose in asked.branches.dose:
         limits = live.limits(seeds, np.flatnonzero(dose != doses(seeds)[0]))
-        live.grafts.doses(dose)
+        live.act_at(dose)
         differences = risen_by(live, own, batches, limits)
         means.append(means[0] + differences.mean())
         pairs.append(_paired(differences))
     rise = torch.stack(pairs) if pairs else own.new_zeros(0, 2)
-    live.grafts.doses(doses(seeds)[0])
+    live.act_at(doses(seeds)[0])
     beside = own.new_full((len(live.sites), 2), torch.nan)
     for slot, site in enumerate(live.sites):
         if (twin := live.twins.get(site.name)) is not None:

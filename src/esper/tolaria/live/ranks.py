@@ -20,14 +20,18 @@ def processes() -> int:
 
 
 class Ranks:
-    """Exchanges values between all processes of the default group, or stands for this one alone.
+    """Exchanges values and gradients between all processes of the default group, or stands for this one alone.
 
     first: whether this process decides for all of them.
     together: whether all of them measure, of which the first counts, as none can run the network alone.
     """
 
-    def __init__(self, shared: bool, *, sharded: bool = False) -> None:
+    def __init__(
+        self, shared: bool, *, sharded: bool = False, wrapper: nn.parallel.DistributedDataParallel | None = None
+    ) -> None:
         """shared: whether there are others; sharded: whether each has a part of the network.
+
+        wrapper: the DistributedDataParallel of the network, where it is known; its `no_sync` holds for seeds too.
 
         Every process of the group calls this. InputError if there is no group.
         """
@@ -40,7 +44,10 @@ class Ranks:
         self._group = dist.new_group() if shared else None  # of its own, so that its order with others does not matter
         self.size = dist.get_world_size() if shared else 1
         self.first = not shared or dist.get_rank() == 0
-        self.together = sharded
+        self.together, self.wrapper = sharded, wrapper
+        self._parameters: list[nn.Parameter] = []  # whose gradients are averaged
+        self._handles: list[RemovableHandle] = []
+        self._due = False
 
     def from_first(self, value: T | None) -> T:
         """Return the value of the first process to all; those of the others are not read."""
@@ -82,35 +89,24 @@ class Ranks:
         for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
+    def share_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Average the gradients of seeds that act and train, from now on, at the end of each backward pass.
 
-class SharedGradients:
-    """Averages the gradients of seeds that act over all processes, at the end of each backward pass.
-
-    DistributedDataParallel does so for the parameters that it was made with. The mean of gradients that were averaged already
-    and of new ones is right too, so gradients may accumulate over several passes, with `no_sync` or without.
-    """
-
-    def __init__(self, ranks: Ranks, wrapper: nn.parallel.DistributedDataParallel | None) -> None:
-        """wrapper: the DistributedDataParallel of the network, where it is known; its `no_sync` holds for seeds too."""
-        self.ranks, self.wrapper = ranks, wrapper
-        self._parameters: list[nn.Parameter] = []
-        self._handles: list[RemovableHandle] = []
-        self._due = False
-
-    def follow(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Follow the parameters of the seeds that act and train, in an order that is the same in every process."""
+        DistributedDataParallel does so for the parameters that it was made with. The order of the parameters is the same in every
+        process. The mean of gradients that were averaged already and of new ones is right too, so gradients may accumulate over
+        several passes, with `no_sync` or without.
+        """
         for handle in self._handles:
             handle.remove()
-        several = self.ranks.size > 1
-        self._parameters = [each for each in parameters if several and not in_parts(each)]
+        self._parameters = [each for each in parameters if self.size > 1 and not in_parts(each)]
         self._handles = [each.register_post_accumulate_grad_hook(self._arrived) for each in self._parameters]
 
     def _arrived(self, parameter: Tensor) -> None:
         if not self._due:
             self._due = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._average)
+            torch.autograd.Variable._execution_engine.queue_callback(self._average_all)
 
-    def _average(self) -> None:
+    def _average_all(self) -> None:
         self._due = False
         # As the wrapper does, which decides in its forward pass whether the backward pass synchronises.
         if self.wrapper is not None and not self.wrapper.require_forward_param_sync:
@@ -118,4 +114,4 @@ class SharedGradients:
         for parameter in self._parameters:
             if parameter.grad is None:  # another process may have one
                 parameter.grad = torch.zeros_like(parameter)
-        self.ranks.average([parameter.grad for parameter in self._parameters if parameter.grad is not None])
+        self.average([parameter.grad for parameter in self._parameters if parameter.grad is not None])
