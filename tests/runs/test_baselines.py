@@ -264,7 +264,7 @@ def test_a_host_without_a_plain_network_says_why_and_keeps_the_others():
 
 def test_a_baseline_for_which_memory_runs_out_is_absent_and_the_run_ends_well(task, population, monkeypatch):
     _, config, grown = population
-    monkeypatch.setattr("esper.tolaria.engine.available_memory", lambda device: 0)
+    monkeypatch.setattr("esper.tolaria.stacked.population.available_memory", lambda device: 0)
     assert "GiB of memory are available" in train_baseline("plain", task, config, grown, steps=1).reason
 
 

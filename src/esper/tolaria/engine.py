@@ -51,9 +51,9 @@ from esper.tolaria.measure.certifying import Certifier
 from esper.tolaria.measure.measuring import StepMeasurements, measure, unmeasured, without
 from esper.tolaria.play import Further, Observer, Until, play
 from esper.tolaria.population import Indices, ParameterNorms, Population, TaskPopulation
-from esper.tolaria.runtime import PhaseTimer, available_memory, resolve_device
+from esper.tolaria.runtime import PhaseTimer
 from esper.tolaria.seed_history import SeedHistory
-from esper.tolaria.stacked.population import StackedPopulation, check_memory, instance_keys, widenings_of
+from esper.tolaria.stacked.population import StackedPopulation
 
 P = TypeVar("P", bound=Population)
 D = TypeVar("D", bound=TaskPopulation)
@@ -612,11 +612,7 @@ class VectorizedEngine(TaskEngine[StackedPopulation]):
         Raises InputError if the task, the config and the device do not fit together.
         """
         task, config = task.sealed(), with_steps(config, task)
-        widenings = widenings_of(task, config)
-        available = available_memory(resolve_device(config.device))
-        check_memory(task, config, available, widenings)  # before any row is allocated
-        keys = instance_keys(task, config) if instance is None else np.asarray(instance, np.int64)
-        super().__init__(StackedPopulation(task, config, keys, widenings), config)
+        super().__init__(StackedPopulation(task, config, instance), config)
 
     def copies(self, env: Indices) -> "VectorizedEngine":
         """Return an engine whose environments are copies of some of this engine, env (n,), as they are between two steps.
@@ -646,7 +642,7 @@ class VectorizedEngine(TaskEngine[StackedPopulation]):
         for name in ("seeds", "measurements", "scores", "contributions"):
             setattr(state, name, take(getattr(origin, name), rows))
         state.masks = made._legal(state.seeds, state.measurements)
-        if self.governor.history is not None:
+        if self.config.governor.enabled:
             made.governor.history = take(self.governor.history, rows)
             made.governor.keeper.take(state.seeds, np.ones(len(rows), bool), origin.step)
         return made

@@ -185,9 +185,10 @@ class Governor:
         """real: number of rows that are counted, from the first; the padding rows after them are not."""
         self.config, self.embargo = config.governor, config.lifecycle.embargo
         self.keeper = keeper
-        self.history: VitalHistory | None = None  # None before the first episode
-        self.record = GovernorRecord.empty(len(keeper.step))
-        self._real = np.arange(len(keeper.step)) < real
+        rows = len(keeper.step)
+        self.history = VitalHistory.empty(np.full(rows, np.nan), config.governor.loss_window)
+        self.record = GovernorRecord.empty(rows)
+        self._real = np.arange(rows) < real
 
     def begin(self, seeds: Seeds, signs: Signs) -> None:
         """Begin an episode. `signs` are those of the newly initialised hosts."""
@@ -200,7 +201,6 @@ class Governor:
         """Examine every row after a step that changed the seeds from `before` to `after`. Returns (E,) a `Vital`."""
         if not self.config.enabled:
             return np.full(len(after.stage), Vital.GOOD, np.int8)
-        assert self.history is not None, "begin() must come first"
         self.history, found = examine(self.history.restart(lowered(before, after)), signs, self.config)
         return found
 
@@ -214,7 +214,6 @@ class Governor:
 
     def resume(self, found: Verdicts, signs: Signs) -> None:
         """Count the rows that were rolled back, and restart their histories with the signs of the restored rows."""
-        assert self.history is not None, "begin() must come first"
         rows = found != Vital.GOOD
         self.record.rollbacks[rows] += 1
         np.add.at(self.record.found, found[rows & self._real], 1)
@@ -224,7 +223,6 @@ class Governor:
         """Take snapshots of healthy rows, where they are due, and of the rows that were rolled back in this step."""
         if not self.config.enabled:
             return
-        assert self.history is not None, "begin() must come first"
         well = ~self.history.strikes.any(1) & (step % self.config.snapshot_every == 0)
         self.keeper.take(seeds, well | (found != Vital.GOOD), step)
 
@@ -235,15 +233,15 @@ class Governor:
         """Return the record, the history and the snapshots, as a tree of arrays, after `step` steps of the episode."""
         return {
             "record": self.record._asdict(),
-            "history": None if self.history is None else self.history._asdict(),
+            "history": self.history._asdict() if self.config.enabled else None,
             "snapshot": self.keeper.state(step) if self.config.enabled else None,
         }
 
     def load_state(self, state: Mapping[str, Any], seeds: Seeds) -> None:
         """Restore a `state`. Population and seeds must have been restored already. Raises ValueError if they do not fit."""
         self.record = GovernorRecord(**state["record"])
-        self.history = None if state["history"] is None else VitalHistory(**state["history"])
-        if state["snapshot"] is not None:
+        if self.config.enabled:
+            self.history = VitalHistory(**state["history"])
             self.keeper.load_state(state["snapshot"], seeds)
 
 

@@ -48,7 +48,7 @@ from esper.tolaria.population import (
     row_environments,
     space_of,
 )
-from esper.tolaria.runtime import PhaseTimer, Waits, available_memory, resolve_device
+from esper.tolaria.runtime import PhaseTimer, Waits, resolve_device
 from esper.tolaria.stacked import population as stacked
 from esper.tolaria.stacked.optimizer import SCALE, TRACKER
 
@@ -477,9 +477,7 @@ class Shard:
         derive: None where the population grows on the task of the run itself.
         """
         task = task if derive is None else derive(task)
-        widenings = stacked.widenings_of(task, config)
-        stacked.check_memory(task, config, available_memory(resolve_device(config.device)), widenings)
-        self._population = stacked.StackedPopulation(task, config, instance, widenings)
+        self._population = stacked.StackedPopulation(task, config, instance)
         self._population.first_env = first_env
         self._rows, self._keepers = rows, list[Keeper]()
         self._copy = StateCopy()

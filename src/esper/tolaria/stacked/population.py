@@ -93,13 +93,10 @@ class ResidentData:
             problems.setdefault(objects[-1], (name, problem))
         row = self.row = np.array([list(problems).index(each) for each in objects])[which]
         self.problems = [self._checked(name, problem) for name, problem in problems.values()]
-        pixels, scaling = self.problems[0].pixels, self.problems[0].scaling
-        assert all(each.pixels == pixels for each in self.problems), "all instances must read bytes in the same way"
-        assert all(each.scaling is scaling for each in self.problems), "all instances must be scaled in the same way"
-        source = self.problems[0].source  # from which training examples are read by batch
-        assert all(each.source is source for each in self.problems), (
-            "instances that are read by batch share their source"
-        )
+        # the source is what training examples are read from by batch
+        pixels, scaling, source = self.problems[0].pixels, self.problems[0].scaling, self.problems[0].source
+        read = {(each.pixels, id(each.scaling), id(each.source)) for each in self.problems}
+        assert len(read) == 1, "all instances must read bytes in the same way, and share their scaling and their source"
         if source is not None and config.data.nonfinite == "skip":
             raise InputError(
                 f"data.nonfinite is skip, but {task.name} reads its training examples batch by batch, so those to skip are "
@@ -108,16 +105,15 @@ class ResidentData:
         trains = [problem.train for problem in self.problems]
         weights = [each.weights for each in self.problems if each.weights is not None]
         assert len(weights) in (0, len(trains)), "either all instances have weights or none"
-        seed, size, read = config.seed, config.data.batch_size, (pixels, scaling, weights or None, dtype, source)
         self.feed = SharedBatchIterator(
             trains,
             row,
             instance,
-            seed,
-            size,
+            config.seed,
+            config.data.batch_size,
             task.inputs,
             device,
-            *read,
+            *(pixels, scaling, weights or None, dtype, source),
             read_ahead=config.data.read_ahead,
             batches=config.steps * config.data.batches_per_step,
         )
@@ -186,19 +182,20 @@ def differentiated(objective: Objective, output: Tensor, target: Tensor) -> Diff
 class StackedPopulation:
     """Trains R hosts and their seeds; implements `tolaria.population.TaskPopulation`."""
 
-    def __init__(
-        self, task: AnyTask, config: Config, instance: Indices, widenings: tuple[HiddenWidening, ...] = ()
-    ) -> None:
-        """`instance` (E,) names the instances, and widenings are those of `widenings_of`.
+    def __init__(self, task: AnyTask, config: Config, instance: Indices | None = None) -> None:
+        """`instance` (E,) names the instances; by default the config names them.
 
         Raises InputError if the task, the config and the device do not fit together.
         """
         self.task, self.config = task, config
+        self.widenings = widenings_of(task, config)
         self.device = resolve_device(config.device)
+        check_memory(task, config, available_memory(self.device), self.widenings)  # before any row is allocated
         if config.deterministic:
             use_deterministic_kernels(self.device)
         self.environment = row_environments(config, ghost=needs_ghost(task, config))
-        instance = instance[self.environment]
+        keys = instance_keys(task, config) if instance is None else np.asarray(instance, np.int64)
+        instance = keys[self.environment]
         rows = len(instance)
         self.label = label_of(config)
         self.first_env = 0  # number of the first environment in the run, where others are in other processes
@@ -211,7 +208,6 @@ class StackedPopulation:
         # the gradient of the loss of a pass in an update that sums several
         self._one = torch.ones((), dtype=self._dtype, device=self.device) / config.optimizer.accumulation_steps
         self._load(instance)
-        self.widenings = widenings
         if any(len(shape) > 1 for shape in named_leaves(task.inputs).values()):
             hold_freed_memory()
         self._products = resolve_amp(config.amp, self.device, self._dtype)
