@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from esper.kasmina.blueprints import Blueprint, drawn_with
+from esper.kasmina.blueprints import Blueprint, count, drawn_with
 from esper.kasmina.blueprints.functions import RELU, Pointwise
 from esper.kasmina.graft.beside import Units, find_units, join_units, narrow_copy
 from esper.kasmina.graft.folding import fold, functions_between, is_layer
@@ -104,7 +104,7 @@ class LivePopulation:
         with undisturbed(network):
             probe.settle(network)
         reshard(network)
-        self.host_params = np.array([sum(parameter.numel() for parameter in network.parameters())])
+        self.host_params = np.array([count(network)])
         self.fresh = [np.zeros(0, np.int64)]  # the loop's data are its own
         self.absorbed_seeds = self.absorbed_params = 0  # seeds that are units of layers by now, and what they added
         # Attributes of a person's modules that count units which narrow copies added to, before and now, by path and name.
@@ -577,16 +577,13 @@ class LivePopulation:
         beside = planted is not None and planted.copies == "beside"
         if (site.around == site.after and not beside) or not self._alone:
             return False
-        before = sum(parameter.numel() for parameter in self.network.parameters())
-        seed = sum(
-            parameter.numel() for parameter in self.network.get_submodule(site.after).get_submodule(CHILD).parameters()
-        )
+        before, seed = count(self.network), count(self.network.get_submodule(site.after).get_submodule(CHILD))
         if self.fold(site.name) is not None:
             return False
         self.free(site.name)
         self.twins = dict.fromkeys(self.twins)
         self.absorbed_seeds += 1
-        self.absorbed_params += sum(parameter.numel() for parameter in self.network.parameters()) - before + seed
+        self.absorbed_params += count(self.network) - before + seed
         self.resurvey()
         return True
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from esper.kasmina.blueprints import count
 from esper.kasmina.graft.find_sites import Hidden, check_module, find_hidden
 from esper.kasmina.graft.grafted import copied, undisturbed
 from esper.kasmina.graft.grown import is_grafted
@@ -217,13 +218,9 @@ def deepen(
     networks, optimizers = (model, *averages(ema, model)), () if optimizer is None else each_of(optimizer)
     for own in optimizers:
         check_optimizer(own, parameters)
-    path = (
-        at
-        if at is not None
-        else max(runs, key=lambda each: sum(own.numel() for own in model.get_submodule(each).parameters()))
-    )
+    path = at if at is not None else max(runs, key=lambda each: count(model.get_submodule(each)))
     start, stop = runs[path]
-    count = blocks_of_one_class(model.get_submodule(path), start)
+    before = blocks_of_one_class(model.get_submodule(path), start)
     prefix = f"{path}." if path else ""
     last = f"{prefix}{stop - 1}"
     if not any(parameter.requires_grad for parameter in model.get_submodule(last).parameters()):
@@ -233,7 +230,7 @@ def deepen(
     each = sum(parameter.numel() * parameter.element_size() for parameter in model.get_submodule(last).parameters())
     check_memory(networks, blocks * each, f"by {counted(blocks, 'block')}", "give fewer blocks")
     with undisturbed(*networks), torch.no_grad():
-        _add_blocks(networks, path, stop, blocks, example, count)
+        _add_blocks(networks, path, stop, blocks, example, before)
     made = [f"{prefix}{stop + number}." for number in range(blocks)]
     for own in optimizers:
         _join_groups(own, model, made, f"{prefix}{stop - 1}.")
@@ -242,7 +239,7 @@ def deepen(
     if any(id(parameter) in held for parameter in new.values()):
         left = [name for name, parameter in new.items() if parameter.requires_grad and id(parameter) not in held]
         warn_left(left, "is new", optimizers)
-    return {path: (count, count + blocks)}
+    return {path: (before, before + blocks)}
 
 
 def _add_blocks(networks: tuple[nn.Module, ...], path: str, place: int, blocks: int, example: Any, count: int) -> None:

@@ -216,11 +216,8 @@ def _batches(
                 mend = "set data.read_ahead to 0 if it must be read in the thread that made it"
                 raise UserCodeError(f"{error}; {mend}") from error.__cause__
 
-    def done(count: int) -> str:
-        return counted(count, "batch", "batches")
-
     # Workers lay the examples out too: what this process does beside the training slows it, as they share the interpreter.
-    read = partial(_read, source, lay_out)
+    read, done = partial(_read, source, lay_out), partial(counted, noun="batch", plural="batches")
     wanted, workers = requests(), source.workers
     splits = read_by_workers(read, wanted, workers, source.name, done) if workers else map(read_here, wanted)
     for split in splits:
