@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
+from torch.utils import _pytree as pytree
 
 from esper.kasmina.graft.sharding import in_parts, placed
 from esper.leyline.errors import InputError
@@ -68,7 +69,8 @@ class Groups:
                 "give another optimizer that holds parameters of the model, as torch.optim.AdamW"
             )
         self.optimizer = optimizer
-        self.schedulers = tuple(_flat(scheduler))
+        given = pytree.tree_leaves(scheduler, is_leaf=lambda each: not isinstance(each, list | tuple))
+        self.schedulers = tuple(each for each in given if each is not None)
         for each in _parts(self.schedulers):
             name = type(each).__name__
             if not isinstance(each, (*_KNOWN, *_MADE_OF_OTHERS)):
@@ -374,14 +376,6 @@ def each_of(optimizer: Any) -> tuple[Any, ...]:
     if not given:
         raise InputError("optimizer is an empty list; give the optimizers of the loop")
     return tuple({id(each): each for each in map(unwrapped, given)}.values())
-
-
-def _flat(scheduler: Any) -> Iterator[Any]:
-    if isinstance(scheduler, list | tuple):
-        for each in scheduler:
-            yield from _flat(each)
-    elif scheduler is not None:
-        yield scheduler
 
 
 def _parts(schedulers: Iterable[Any]) -> Iterator[Any]:

@@ -837,37 +837,29 @@ def measure_live(
     for slot, site in enumerate(live.sites):
         if (twin := live.twins.get(site.name)) is not None:
             beside[slot] = _paired(live.probe_batches.see(twin, batches)[0] - own)
-    signs = torch.stack([_paired(own)[1], output_spread.to(own), total(live.network).to(own)])
-    trained = norms or {}
-    participation_ratios = [  # nan where nothing flowed
+    loss: Any = torch.stack(means)
+    ratios = [  # nan where nothing flowed
         participation_ratio(torch.cat(each, 1))[0].to(own) if each else own.new_full((), torch.nan) for each in heard
     ]
-    sensors = None
-    if asked.sensors:
-        sensors = live.sense()
-    read = [torch.stack(means), rise, beside, torch.stack(participation_ratios), signs, sensors, *trained.values()]
-    loss, risen, beside, participation, sign, sensors, *norms_read = read_packet(read)
-    slot_of = {site.name: slot for slot, site in enumerate(live.sites)}
-    figures = TrainedFigures(
-        loss=loss[:1],
-        gradient_norm=None,
-        seed_norms=[norm.reshape(1) for norm in norms_read],
-        seed_owners=tuple((slot_of[name], np.zeros(1, np.int64)) for name in trained),
-    )
-    return Figures(
-        loss=loss[:1],
-        metric=-loss[:1],
-        branch_loss=loss[1:],
-        branch_metric=-loss[1:],
-        loss_rise=risen,
-        metric_fall=risen,
-        twin_rise=beside[None],
-        participation=participation[None],
-        signs=sign[None],
-        sensors=sensors,
-        finite=np.ones(1, bool) if asked.finite else None,
-        trained=None if norms is None else figures,
-    )
+    trained = None
+    if norms is not None:
+        slots = [site.name for site in live.sites]
+        owners = [(slots.index(name), np.zeros(1, np.int64)) for name in norms]
+        of_seeds: Any = [norm[None] for norm in norms.values()]
+        trained = TrainedFigures(loss[:1], None, of_seeds, owners)
+    figures: dict[str, Any] = {
+        "loss": loss[:1],
+        "metric": -loss[:1],
+        "branch_loss": loss[1:],
+        "branch_metric": -loss[1:],
+        "loss_rise": rise,
+        "metric_fall": rise,
+        "twin_rise": beside[None],
+        "participation": torch.stack(ratios)[None],
+        "signs": torch.stack([_paired(own)[1], output_spread.to(own), total(live.network).to(own)])[None],
+        "sensors": live.sense() if asked.sensors else None,
+    }
+    return read_packet(Figures(**figures, trained=trained, finite=np.ones(1, bool) if asked.finite else None))
 
 
 def risen_by(

@@ -15,6 +15,7 @@ from esper.kasmina.stack.rows import Stack
 from esper.leyline.config.tree import OptimizerConfig
 from esper.leyline.lifecycle.stages import ADDED, Stage, among
 from esper.leyline.lifecycle.view import Seeds
+from esper.tolaria.population import ParameterNorms, TrainedFigures
 
 Update = Callable[[Tensor | None], None]
 
@@ -248,35 +249,29 @@ class StepUpdates:
             group.norm.add_(norm.where(taken, 0))
         self.scaler.update(overflowed)
 
-    def figures(self, loss: Tensor) -> dict[str, Any]:
-        """Return the fields of `population.TrainedFigures` by name, on the device; loss (R,) is the mean over the batches."""
+    def figures(self, loss: Any) -> TrainedFigures:
+        """Return the figures of the step, with tensors on the device for arrays; loss (R,) is the mean over the batches."""
         host, *seeds = self.groups
         parameter_norms = None
         if host.parts is not None:
-            found: dict[str, Tensor] = {}
+            found: dict[str, Any] = {}
             for (slot, _), group in zip(self.owners, seeds, strict=True):
                 for name, norms in self._by_name(group):
                     # Seeds of several forms share names, but no row has two of them in one slot.
                     absent = loss.new_full(loss.shape, torch.nan)
                     found.setdefault(f"{self.body.slots[slot].name}/{name}", absent)[group.rows] = norms
-            parameter_norms = dict(self._by_name(host)), found
+            parameter_norms = ParameterNorms(dict(self._by_name(host)), found)
         norm, *others = (self._mean(group.norm, group) for group in self.groups)
-        return {
-            "loss": loss,
-            "gradient_norm": norm,
-            "seed_norms": others,
-            "seed_owners": self.owners,
-            "parameter_norms": parameter_norms,
-            "skipped": None if self.scaler is None else self.skipped,
-        }
+        skipped: Any = None if self.scaler is None else self.skipped
+        return TrainedFigures(loss, norm, others, self.owners, parameter_norms, skipped)
 
-    def _by_name(self, group: RowGroup) -> Iterator[tuple[str, Tensor]]:
+    def _by_name(self, group: RowGroup) -> Iterator[tuple[str, Any]]:
         """Yield the name of each trained parameter of a group and its mean norms (n,)."""
         assert group.parts is not None, "they were asked for"
         for place, norms in zip(group.updates.places, self._mean(group.parts, group).unbind(1), strict=True):
             yield place.name, norms
 
-    def _mean(self, total: Tensor, group: RowGroup) -> Tensor:
+    def _mean(self, total: Tensor, group: RowGroup) -> Any:
         """Return a sum (n, ...) over the updates that the rows of a group have made, divided by their number."""
         if self.scaler is None:
             return total / self.updates

@@ -49,7 +49,7 @@ from esper.tolaria.measure.bounds import bounds
 from esper.tolaria.measure.certifying import compared, set_aside
 from esper.tolaria.measure.probe import passed, probe, samples, sense
 from esper.tolaria.measure.sensors import IntactStreams
-from esper.tolaria.population import Figures, ParameterNorms, ProbeRequest, TrainedFigures, row_environments, space_of
+from esper.tolaria.population import Figures, ProbeRequest, TrainedFigures, row_environments, space_of
 from esper.tolaria.runtime import (
     Waits,
     available_memory,
@@ -202,7 +202,7 @@ class StackedPopulation:
         self.optimizer = partial(Updates, config=config.optimizer)
         self.objective = task.objective
         self._episode = -1
-        self._trained: dict[str, Any] | None = None  # the fields of `TrainedFigures` of the last step, on the device
+        self._trained: TrainedFigures | None = None  # of the last step, on the device
         self._taught: Sequence[IntactStreams] | None = None  # of the present instances
         self._dtype = dtype_of(_drawn(task.largest))
         # the gradient of the loss of a pass in an update that sums several
@@ -362,14 +362,11 @@ class StackedPopulation:
         found = read_packet({**probed, **beside, "trained": self._trained if asked.trained else None})
         if found["finite"] is not None:
             found["finite"] = found["finite"] > 0
-        if (trained := found["trained"]) is not None:
-            if trained["parameter_norms"] is not None:
-                trained["parameter_norms"] = ParameterNorms(*trained["parameter_norms"])
-            if trained["skipped"] is not None:
-                trained["skipped"] = trained["skipped"].astype(np.int64)
-                forget_skipped(body, trained["skipped"], trained["seed_owners"])
-                self.skipped += trained["skipped"]
-            found["trained"] = TrainedFigures(**trained)
+        if (trained := found["trained"]) is not None and trained.skipped is not None:
+            skipped = trained.skipped.astype(np.int64)
+            forget_skipped(body, skipped, trained.seed_owners)
+            self.skipped += skipped
+            found["trained"] = trained._replace(skipped=skipped)
         return Figures(**found)
 
     def tainted(self, rows: Indices, step: int) -> list[int]:
