@@ -393,7 +393,7 @@ class Growth:
         population.groups.disown()
         population.incubation.close()
         _UNFINISHED.discard(self)
-        for network in (self.model, *population.copies):
+        for network in population.networks:
             trim(network)
         self.finished, self._whole = True, time.perf_counter() - self._made
         if unbuilt:
@@ -914,11 +914,7 @@ class Growth:
         Returns the names of the parts whose config has no value for them.
         """
         self.widened |= widened(self.model, self._resized())
-        return [
-            path
-            for network in (self.model, *self.population.copies)
-            for path in count_in_configs(network, self.widened)
-        ]
+        return [path for network in self.population.networks for path in count_in_configs(network, self.widened)]
 
     def _counts(self) -> dict[str, dict[str, int]]:
         """Return the attributes that count units which were added, as they are now, by the path of their module."""
