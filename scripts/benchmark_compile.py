@@ -26,7 +26,7 @@ from esper.tasks.small import digits_narrow
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.measure.coalitions import coalitions
 from esper.tolaria.measure.probe import probe
-from esper.tolaria.stacked.compiling import CompiledInputs, compiled, traced
+from esper.tolaria.stacked.compiling import CompiledInputs, PassBatch, compiled, traced
 from esper.tolaria.stacked.data import RowExamples
 
 Way = Callable[[], torch.Tensor]
@@ -74,11 +74,11 @@ def training_passes(engine: VectorizedEngine) -> tuple[Way, Way, float]:
     route = body.route(doses(seeds), seeds, part=body.parts[0], train=True)
     body.train(True)
     feed.advance()
-    batch = feed.of(route.part)
+    batch = PassBatch(*feed.of(route.part))
 
     def run(mode: str) -> torch.Tensor:
         passes.mode = mode
-        return passes.backward(route, *batch, None, None, None)
+        return passes.backward(route, batch)
 
     begin = processor_seconds()
     run("on")

@@ -17,7 +17,7 @@ from esper.leyline.lifecycle.slots import SlotSpec
 from esper.leyline.lifecycle.streams import Kind
 from esper.tasks.own.custom import task_from
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.stacked.compiling import PassLoss, microbatches
+from esper.tolaria.stacked.compiling import PassBatch, PassLoss, microbatches
 from populations import GROW, blobs, small_config, trajectory
 
 
@@ -99,16 +99,17 @@ def test_pieces_go_with_accumulation_float16_and_dropout_and_an_environment_does
 def test_each_piece_has_its_share_its_weights_and_keys_of_its_own():
     x, y, weights = torch.randn(2, 7, 3), torch.arange(14).view(2, 7), torch.rand(2, 7)
     keys, scales = np.array([5, 6]), torch.tensor([4.0, 8.0])
-    found = list(microbatches(3, torch.float32, x, y, weights, scales, keys))
-    assert [share for share, *_ in found] == [3 / 7, 3 / 7, 1 / 7]
-    assert torch.equal(torch.cat([piece[1] for piece in found], 1), x)
-    assert torch.equal(torch.cat([piece[2] for piece in found], 1), y)
-    assert torch.equal(torch.cat([piece[3] for piece in found], 1), weights)
-    torch.testing.assert_close(sum(piece[4] for piece in found), scales)
-    assert len({key for piece in found for key in piece[5].tolist()}) == 6
-    (whole,) = microbatches(7, torch.float32, x, y, None, None, None)
-    assert whole[1] is x
-    assert whole[4] is None
+    found = list(microbatches(3, torch.float32, PassBatch(x, y, weights, scales, keys)))
+    assert [share for share, _ in found] == [3 / 7, 3 / 7, 1 / 7]
+    pieces = [piece for _, piece in found]
+    assert torch.equal(torch.cat([piece.x for piece in pieces], 1), x)
+    assert torch.equal(torch.cat([piece.y for piece in pieces], 1), y)
+    assert torch.equal(torch.cat([piece.weights for piece in pieces], 1), weights)
+    torch.testing.assert_close(sum(piece.factors for piece in pieces), scales)
+    assert len({key for piece in pieces for key in piece.keys.tolist()}) == 6
+    ((_, whole),) = microbatches(7, torch.float32, PassBatch(x, y))
+    assert whole.x is x
+    assert whole.factors is None
 
 
 def held_storages():
@@ -145,7 +146,7 @@ def stored_bytes(**config):
 
     with pytest.MonkeyPatch.context() as patch, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         patch.setattr(PassLoss, "backward", play_back)
-        population.passes.backward(route, *population.feed.of(route.part), None, None, None)
+        population.passes.backward(route, PassBatch(*population.feed.of(route.part)))
     return most - (parameters.untyped_storage().nbytes() if parameters.untyped_storage().data_ptr() in seen else 0)
 
 

@@ -14,7 +14,7 @@ from esper.kasmina.stack.rows import ParameterPlace, Stack
 from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.stages import LIVE, Stage
 from esper.tolaria.stacked import compiling
-from esper.tolaria.stacked.compiling import CompiledPass, CudaGraphPass, gradients, shielded
+from esper.tolaria.stacked.compiling import CompiledPass, CudaGraphPass, PassBatch, gradients, shielded
 from esper.tolaria.stacked.population import shadows
 from populations import small_config, trajectory
 
@@ -43,7 +43,7 @@ def grown(decisions=LIVE_AND_INCUBATING, **options):
     generator = torch.Generator().manual_seed(1)
     x, y = feed.of(part)
     weights, factors = (torch.rand(shape, generator=generator).to(y.device) for shape in (y.shape, len(y)))
-    return engine, route, (x, y, weights, factors)
+    return engine, route, PassBatch(x, y, weights, factors)
 
 
 def added(engine, route, batch, mode, times=2):
@@ -53,7 +53,7 @@ def added(engine, route, batch, mode, times=2):
     for stack in stacks:
         stack.columns["gradient"].zero_()
     passes.mode = mode
-    losses = [passes.backward(route, *batch, None) for _ in range(times)]
+    losses = [passes.backward(route, batch) for _ in range(times)]
     return [losses[-1], *(stack.columns["gradient"].clone() for stack in stacks)]
 
 
@@ -77,7 +77,7 @@ def test_outputs_that_rows_do_not_have_are_inputs_of_a_graph():
     engine, route, batch = grown({})
     body, passes = engine.population.body, engine.population.passes
     real = torch.ones(3, 1, 3, dtype=torch.bool, device=batch[0].device)
-    batch = batch[0], batch[1].clamp(max=1), *batch[2:]
+    batch = batch._replace(y=batch.y.clamp(max=1))
     plans = passes.counts.plans
     for fewer in (0, 1):
         real[fewer, :, 2] = False
@@ -107,7 +107,7 @@ def test_what_is_compiled_again_after_many_other_plans_is_counted(monkeypatch):
     bare = body.route(0 * doses(seeds), seeds, part=route.part, train=True)
     passes.mode = "on"
     for each in (route, bare, route):
-        passes.backward(each, *batch, None)
+        passes.backward(each, batch)
     assert (passes.counts.plans, passes.recompiled) == (3, 1)
 
 
@@ -162,9 +162,9 @@ def test_a_recorded_pass_reads_the_body_where_it_is_and_each_batch_and_is_record
 
         return play, results
 
-    engine, route, (x, y, weights, factors) = grown()
+    engine, route, (x, y, weights, factors, _) = grown()
     passes, body = engine.population.passes, engine.population.body
-    first = passes.inputs(route, x, y, weights, factors)
+    first = passes.inputs(route, PassBatch(x, y, weights, factors))
     graph, runs = passes.traced(first)
     recorded = CudaGraphPass(graph, first.state, again)
 
@@ -179,7 +179,7 @@ def test_a_recorded_pass_reads_the_body_where_it_is_and_each_batch_and_is_record
             body.host.columns["value"] = 0.5 * body.host.columns["value"]
             body.host._leaves.clear()
         body.host.columns["value"][:] += 0.01
-        inputs = passes.inputs(route, *others)
+        inputs = passes.inputs(route, PassBatch(*others))
         for got, expected in zip(passed(recorded, inputs), passed(graph, inputs), strict=True):
             assert torch.equal(got, expected)
         assert recorded.records == records
@@ -191,7 +191,7 @@ def test_a_recorded_pass_reads_the_body_where_it_is_and_each_batch_and_is_record
 def test_torch_takes_a_pass_with_live_and_incubating_seeds_as_one_graph():
     engine, route, batch = grown()
     passes = engine.population.passes
-    inputs = passes.inputs(route, *batch)
+    inputs = passes.inputs(route, batch)
     graph, _ = passes.traced(inputs)
     whole = torch.compile(graph, fullgraph=True, backend="eager")  # raises where the graph would break
     for got, expected in zip(whole(*inputs.tensors), graph(*inputs.tensors), strict=True):

@@ -33,6 +33,16 @@ from esper.store.disk import write_atomic
 from esper.store.files import cache_root
 
 
+class PassBatch(NamedTuple):
+    """Holds a batch of n rows, and what a pass takes beside it."""
+
+    x: Batch  # leaves (n, B, ...)
+    y: Tensor  # (n, B, ...)
+    weights: Tensor | None = None  # (n, B) of the examples
+    factors: Tensor | None = None  # (n,) of the gradients of each row
+    keys: Indices | None = None  # (n,) of dropout
+
+
 class PassLoss(NamedTuple):
     """Holds the loss of a pass, as its gradients. A tape takes them on to the parameters, or autograd does."""
 
@@ -48,7 +58,7 @@ class PassLoss(NamedTuple):
             torch.autograd.backward(results, gradients)
 
 
-LossOf = Callable[..., tuple[PassLoss, Tensor]]
+LossOf = Callable[[Route, PassBatch], tuple[PassLoss, Tensor]]
 """Computes the loss of a pass, and the losses (n,) of its rows."""
 
 PLANS = 256
@@ -257,36 +267,28 @@ def shielded() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def microbatches(
-    size: int,
-    dtype: torch.dtype,
-    x: Batch,
-    y: Tensor,
-    weights: Tensor | None,
-    factors: Tensor | None,
-    keys: Indices | None,
-) -> Iterator[tuple[float, Batch, Tensor, Tensor | None, Tensor | None, Indices | None]]:
+def microbatches(size: int, dtype: torch.dtype, batch: PassBatch) -> Iterator[tuple[float, PassBatch]]:
     """Divide a batch into microbatches of at most `size` examples, each with its share of the batch; 0 leaves it whole.
 
-    x leaves (n, B, ...), y (n, B, ...), weights (n, B), factors and keys (n,). The factors of a microbatch contain its share, so
-    that the gradients of all sum to those of the mean over the batch; new factors have `dtype`. Each has keys of its own, because
-    otherwise all would draw the same numbers.
+    The factors of a microbatch contain its share, so that the gradients of all sum to those of the mean over the batch; new
+    factors have `dtype`. Each has keys of its own, because otherwise all would draw the same numbers.
     """
+    x, y, weights, factors, keys = batch
     examples = y.shape[1]
     if not 0 < size < examples:
-        yield 1.0, x, y, weights, factors, keys
+        yield 1.0, batch
         return
     for index, start in enumerate(range(0, examples, size)):
         cut = (slice(None), slice(start, start + size))
         share = len(y[0, cut[1]]) / examples
-        yield (
-            share,
+        piece = PassBatch(
             map_leaves(Tensor.contiguous, picked(x, cut)),
             y[cut].contiguous(),
             None if weights is None else weights[cut],
             torch.full((len(y),), share, dtype=dtype, device=y.device) if factors is None else factors * share,
             None if keys is None else key(keys, index),
         )
+        yield share, piece
 
 
 def check_divisible(body: Body, config: DataConfig) -> None:
@@ -378,24 +380,24 @@ class Passes:
         """Passes that were compiled more than once."""
         return self.counts.plans - len(self._made)
 
-    def backward(self, route: Route, *batch: Any, remaining: int = 0) -> Tensor:
+    def backward(self, route: Route, batch: PassBatch, remaining: int = 0) -> Tensor:
         """Compute the losses (n,) of a part of the rows on a batch, and add their gradients to those of the rows.
 
-        The arguments are those of `microbatches`, by which the batch is divided; `remaining` batches come after this one.
+        `remaining` batches come after this one.
         """
         mean: Tensor | None = None
-        for share, *piece in microbatches(self._microbatch, self.body.dtype, *batch):
-            own = self._backward(route, *piece, remaining=remaining * math.ceil(1 / share))
+        for share, piece in microbatches(self._microbatch, self.body.dtype, batch):
+            own = self._backward(route, piece, remaining * math.ceil(1 / share))
             if share < 1:
                 own = share * own
             mean = own if mean is None else mean + own
         assert mean is not None, "a batch has examples"
         return mean
 
-    def _backward(self, route: Route, *batch: Any, remaining: int) -> Tensor:
+    def _backward(self, route: Route, batch: PassBatch, remaining: int) -> Tensor:
         if self.mode == "off":
-            return self._eager(route, *batch)
-        inputs = self.inputs(route, *batch[:4])
+            return self._eager(route, batch)
+        inputs = self.inputs(route, batch)
         if self._planned[0] is not route:
             self._planned = route, plan_of(route)
         key = self._planned[1], inputs.shapes
@@ -407,25 +409,25 @@ class Passes:
             self.counts.passes += 1
             return found(inputs.stacks, inputs.tensors)
         self.counts.eager += 1
-        return self._eager(route, *batch)
+        return self._eager(route, batch)
 
-    def _eager(self, route: Route, *batch: Any) -> Tensor:
-        loss, losses = self.loss_of(route, *batch)
+    def _eager(self, route: Route, batch: PassBatch) -> Tensor:
+        loss, losses = self.loss_of(route, batch)
         loss.backward()
         return losses
 
-    def inputs(self, route: Route, *batch: Any) -> CompiledInputs:
+    def inputs(self, route: Route, batch: PassBatch) -> CompiledInputs:
         """Return what the pass of a route over a batch takes, without keys of dropout."""
         places = sorted({(call.slot, call.form) for calls in (*route.base, *route.branch) for call in calls})
         stacks = [self.body.host, *(self.body.stacks[at] for at in places)]
-        return CompiledInputs.of(self.body, stacks, route, *batch)
+        return CompiledInputs.of(self.body, stacks, route, batch._replace(keys=None))
 
     def traced(self, inputs: CompiledInputs) -> tuple[torch.fx.GraphModule, list[ColumnRun]]:
         """Return the graph of the passes of a plan, and the columns whose gradients it returns behind the losses."""
         runs: list[ColumnRun] = []
 
-        def step(route: Route, *batch: Any) -> list[Tensor]:
-            loss, losses = self.loss_of(route, *batch, None)
+        def step(route: Route, batch: PassBatch) -> list[Tensor]:
+            loss, losses = self.loss_of(route, batch)
             runs[:], found = gradients(inputs.stacks, loss.gradients)
             return [losses, *found]
 
@@ -469,7 +471,7 @@ class Passes:
     def _time_eager(self, inputs: CompiledInputs, runs: int = MEASURED) -> float:
         """Return the median seconds of an uncompiled pass, which leaves every column as it was."""
         with inputs.bound(inputs.copies(), backward=True) as arguments:
-            return self._time(lambda: self._eager(*arguments, None), runs)
+            return self._time(lambda: self._eager(*arguments), runs)
 
     def _compile(self, inputs: CompiledInputs, key: Any) -> CompiledPass:
         self.counts.plans += 1

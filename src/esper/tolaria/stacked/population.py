@@ -62,7 +62,7 @@ from esper.tolaria.runtime import (
     same_products,
     use_deterministic_kernels,
 )
-from esper.tolaria.stacked.compiling import Passes, PassLoss, check_divisible
+from esper.tolaria.stacked.compiling import PassBatch, Passes, PassLoss, check_divisible
 from esper.tolaria.stacked.data import RowExamples, SharedBatchIterator, distinct_splits, stack_splits
 from esper.tolaria.stacked.optimizer import MOMENTS, GradScaler, StepUpdates, Updates, forget_skipped
 
@@ -297,20 +297,15 @@ class StackedPopulation:
                         part = route.part
                         factors = None if self.scaler is None else self.scaler.scale[part]
                         own = None if keys is None else keys[part]
-                        batch = *feed.of(part), feed.weights_of(part), factors
-                        total += self.passes.backward(route, *batch, own, remaining=last - feed.batch)
+                        batch = PassBatch(*feed.of(part), feed.weights_of(part), factors, own)
+                        total += self.passes.backward(route, batch, last - feed.batch)
                 steps.update()
         self._trained = steps.figures(loss / config.data.batches_per_step)
 
-    def _loss(
-        self, route: Route, x: Batch, y: Tensor, weights: Tensor | None, factors: Tensor | None, keys: Indices | None
-    ) -> tuple[PassLoss, Tensor]:
-        """Compute the loss of a route on a batch: what it is differentiated by, and the losses (n,) of its rows.
-
-        x leaves (n, B, ...), y (n, B, ...), weights (n, B) of the examples, factors (n,) of the gradients of each row, keys (n,)
-        of dropout.
-        """
+    def _loss(self, route: Route, batch: PassBatch) -> tuple[PassLoss, Tensor]:
+        """Compute the loss of a route on a batch: what it is differentiated by, and the losses (n,) of its rows."""
         body, config = self.body, self.config
+        x, y, weights, factors, keys = batch
         with products_in(self._products, body.device):
             tape = body.tape()
             with nullcontext() if tape is None else torch.no_grad():
