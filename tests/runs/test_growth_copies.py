@@ -210,13 +210,20 @@ def test_a_copy_adds_nothing_at_birth_and_its_price_is_what_it_has():
     growth = planting("blocks.0.attention")
     x, _ = tokens()
     before = growth.model.eval()(x)
+    seen = []
+    growth.model.blocks[0].attention.out.register_forward_hook(lambda part, args, _: seen.append(args[0].shape[-1]))
+    random = torch.random.get_rng_state()
     run_on(growth, 1)
+    growth.load_state_dict(copy.deepcopy(growth.state_dict()))
+    assert torch.equal(torch.random.get_rng_state(), random), "torch's own generators are not used"
+    run_on(growth, 3)
+    assert set(seen) == {WIDTH}, "a person's hooks see the submodule alone"
     seed = planted_at(growth.model, "blocks.0.attention")
     learning = sum(parameter.numel() for parameter in seed.trained())
     slot = growth.population.space.slots.index("blocks.0.attention")
     assert learning == growth.population.space.cost[0, slot, 0] == 3 * (2 * WIDTH + 2) + 2 * WIDTH
     assert not torch.equal(growth.model.eval()(x), before), "the host has trained"
-    assert torch.equal(seed.seed.delta.block.out.weight, torch.zeros(WIDTH, 2))
+    assert seed.units == 1
     assert [name for name in seed.fixed if "out.bias" in name]
 
 
@@ -334,3 +341,27 @@ def test_a_kept_copy_becomes_units_while_the_network_trains_and_its_place_grows_
     mine, theirs = resumed.finish().state_dict(), growth.finish().state_dict()
     assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
     assert growth.architecture.endswith("1.units 4 became 6")
+
+
+class Nested(nn.Module):
+    """A module around one with the same units, of which one layer is known by two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Gated()
+        self.alias = self.net.down
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def test_units_with_two_places_and_two_names_are_added_once():
+    with drawn_with(0):
+        model, (x, _) = Decoder(mlp=Nested), tokens()
+    found = find_sites(model, x)
+    units, reasons = find_units(model, [*found.values(), *found.parts.values()], x)
+    assert "blocks.0.mlp" in units
+    assert reasons["blocks.0.mlp.net"] == "its units are those of 'blocks.0.mlp'"
+    growth = run_on(planting("blocks.0.mlp", model=model), 12)
+    growth.finish()
+    assert growth.folded == ["blocks.0.mlp"]

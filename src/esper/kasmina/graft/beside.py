@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from esper.kasmina.graft.flow import CONVOLUTIONS
-from esper.kasmina.graft.folding import Pass, fixed, is_layer, put, same_outputs, same_values
+from esper.kasmina.graft.folding import Pass, fixed, is_layer, put, same_outputs
 from esper.kasmina.graft.grafted import planted_at, undisturbed
-from esper.kasmina.graft.grown import called_beside, class_of, first_tensor, sites_of
+from esper.kasmina.graft.grown import CHILD, called_beside, class_of, first_tensor, sites_of
 from esper.kasmina.graft.multiplying import Axis, Multiplication, Variant, is_width, saved_with_configs, whole_numbers
-from esper.kasmina.graft.planted import Mode
+from esper.kasmina.graft.planted import Mode, Planted
 from esper.kasmina.graft.recording import distance, floats, replaced, results
 from esper.kasmina.graft.stacks import CopySeed, copy_of_block, found_by_calls, own_parameters, silenced
 from esper.kasmina.graft.widening import set_counts
@@ -33,7 +33,10 @@ SHARE = 4
 """A narrow copy has one in so many of the units of its submodule, and at least one."""
 
 
-_NO_UNITS = "it has no units of its own"
+_NO_UNITS = "it has no units of its own; esper.graft(model, 'parts', example=x) finds further places"
+
+
+_DIVIDES = "where it divides the width of its stream by the number of heads"
 
 
 class Units(NamedTuple):
@@ -106,6 +109,9 @@ def narrow_copy(block: nn.Module, units: Units, key: int) -> nn.Module:
             if name not in units.axes:
                 made.get_parameter(name).requires_grad_(False).zero_()
     set_counts(made, units.counted(units.number))
+    for part in made.modules():  # a person's, who looks at the submodule itself
+        for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
+            hooks.clear()
     return made
 
 
@@ -117,6 +123,16 @@ def find_units(network: nn.Module, sites: Sequence[Site], example: Any) -> tuple
     """
     found, reasons = found_by_calls(network, sites, example, _units_of)
     reasons = {site: re.sub(r"\bblock\.", "", reason, count=1) for site, reason in reasons.items()}  # as in `CopySeed`
+    taken = dict[int, str]()  # by the ids of parameters along which units lie: the outermost place that adds such units
+    after = {site.name: site.after for site in sites}
+    for name in sorted(found, key=lambda each: len(after[each])):
+        own = dict(network.get_submodule(after[name]).named_parameters())
+        ids = {id(own[each]) for each in found[name].axes if each in own}
+        if inside := [taken[each] for each in ids if each in taken]:
+            del found[name]
+            reasons[name] = f"its units are those of {inside[0]!r}"
+        else:
+            taken |= dict.fromkeys(ids, name)
     return found, dict(sorted(reasons.items(), key=lambda item: item[1] == _NO_UNITS))  # the more telling ones first
 
 
@@ -128,6 +144,8 @@ def _units_of(block: nn.Module, given: Any, _: Tensor | None) -> Units:
     if own is None:
         raise InputError("it reads no floating-point tensor")
     alone = CopySeed(copy_of_block(block))
+    with in_words("it cannot be called by itself on what it was given"), torch.no_grad():
+        called_beside(given, alone.block, attached=False)
     example = own, lambda each, x: called_beside(replaced(given, own, x), each, attached=False)
     last = next(silenced(alone, "block", example), None)
     if last is None:
@@ -187,7 +205,7 @@ def _candidates(alone: CopySeed, example: Any, last: Sequence[str]) -> Iterator[
 def _try(block: nn.Module, given: Any, units: Units) -> None:
     """Raise InputError if a narrow copy of a submodule cannot run, begin without effect, learn, and become part of it."""
     made = narrow_copy(block, units, 0)
-    with in_words("a narrow copy of it fails"), torch.enable_grad():
+    with in_words(f"a narrow copy of it fails, as {_DIVIDES}"), torch.enable_grad():
         output = called_beside(given, made, attached=False)
         trained = [parameter for parameter in made.parameters() if parameter.requires_grad]
         if bool(output.any()):
@@ -208,7 +226,7 @@ def _try(block: nn.Module, given: Any, units: Units) -> None:
             _join(wider, made, units, 1.0)
     with in_words("it fails with more units"), torch.no_grad():
         found = called_beside(given, wider, attached=False)
-    if not same_values(expected, found, torch.finfo(found.dtype).eps):
+    if not same_outputs([expected], [found], wider.parameters()):
         raise InputError("with more units it does not compute the sum, as where it depends on their number")
 
 
@@ -238,11 +256,10 @@ def join_units(networks: Sequence[nn.Module], name: str, units: Units, passes: S
     host, delta = networks[0].get_submodule(after), seeds[0].seed.delta
     assert isinstance(delta, CopySeed), "the seed is a copy"
     # Its own number of units: the submodule may have become wider since.
-    more = delta.block.state_dict()
+    held, more = ({**dict(each.named_parameters()), **dict(each.named_buffers())} for each in (host, delta.block))
     first, (along, *_) = next(iter(units.axes.items()))
-    size = host.state_dict()[first].shape[along.axis]
-    units = units._replace(number=units.of * more[first].shape[along.axis] // size)
-    if any(units.shape(each, own) != more[each].shape for each, own in host.state_dict().items() if each in more):
+    units = units._replace(number=units.of * more[first].shape[along.axis] // held[first].shape[along.axis])
+    if any(units.shape(each, held[each]) != more[each].shape for each in units.axes):
         return "its submodule has other widths than when it was planted"
     own = dict(host.named_parameters())
     for each in units.axes:
@@ -260,9 +277,15 @@ def join_units(networks: Sequence[nn.Module], name: str, units: Units, passes: S
                 seed.mode = Mode.OFF
             with in_words("the wider network fails"):
                 found = [list(floats(results(run(network)))) for network in networks for run in passes]
-            if not all(map(same_outputs, expected, found)):
+            if not all(same_outputs(*pair, own.values()) for pair in zip(expected, found, strict=True)):
                 raise InputError("the outputs would differ, as where the network depends on their number")
         except InputError as error:
             undo()
-            return str(error)
+            seeds_within = (path for path, part in host.named_modules() if isinstance(part, Planted) and path != CHILD)
+            within = next((path for path in seeds_within if not path.startswith(f"{CHILD}.")), None)
+            return (
+                str(error)
+                if within is None
+                else f"the seed at {after}.{within.rpartition('.')[0]} is made for its widths"
+            )
     return None

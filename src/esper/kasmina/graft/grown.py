@@ -207,8 +207,8 @@ def called_beside(given: Any, block: Callable[..., Any], *, attached: bool = Tru
     if (read := first_tensor(args, kwargs)) is not None:
         args = tuple(_uncached(each, read) for each in args)
         kwargs = {key: _uncached(each, read) for key, each in kwargs.items()}
-    if not attached:
-        args, kwargs = mapped((args, kwargs), Tensor.detach)
+    # In containers of its own, to which the other may append.
+    args, kwargs = mapped((args, kwargs), lambda each: each if attached else each.detach())
     return stream_of(block(*args, **kwargs))
 
 

@@ -65,6 +65,7 @@ class Planted(nn.Module):
     axes: tuple[int, ...] = ()
     again = False
     copies: Copies = ""
+    units = 0  # those of a narrow copy
     fixed: frozenset[str] = frozenset()
     alpha: Tensor
     pull: Tensor

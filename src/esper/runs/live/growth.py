@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from esper.kasmina.blueprints import BLUEPRINTS, LIVE_BLUEPRINTS, Blueprint, get_blueprint
+from esper.kasmina.blueprints import BLUEPRINTS, LIVE_BLUEPRINTS, Blueprint, drawn_with, get_blueprint
 from esper.kasmina.graft.folding import is_layer, matrix, widened
 from esper.kasmina.graft.grafted import bank_at, graft, plant, planted_at, trim
 from esper.kasmina.graft.grown import Freeze, Frozen, check_tensors, is_grafted, sites_of
@@ -1103,7 +1103,9 @@ def growth_menu(sites: Mapping[str, Site], config: GrowthConfig) -> list[Bluepri
             get_blueprint(name, next(iter(kinds)), live=True)  # raises InputError, with the known names
     menu = [known[each] for each in named]
     for entry in menu:
-        if not entry.copies and callable(getattr(entry.build(8, 8), "choose", None)):
+        with drawn_with(0):
+            chooses = not entry.copies and callable(getattr(entry.build(8, 8), "choose", None))
+        if chooses:
             raise InputError(
                 f"blueprint {entry.name!r} chooses its rows from the training examples of a task, which a network in your own "
                 "training loop does not have; leave it out of blueprints"

@@ -341,13 +341,13 @@ class LivePopulation:
         return fits, cost
 
     def planted(self) -> dict[str, list[Any]]:
-        """Return by site, in the order of the optimizer's groups, the blueprint, the blend and the function of the seed."""
+        """Return by site, in the order of the optimizer's groups, the blueprint, blend, function and units of the seed."""
         found = {}
         for name in self.groups.names():
             seed = self.at(name)
             assert seed is not None, "every group of a seed is that of one in the network"
             function = RELU if seed.recipe is None else seed.recipe.function
-            found[name] = [self._blueprint_of[name], int(seed.blend), list(function)]
+            found[name] = [self._blueprint_of[name], int(seed.blend), list(function), seed.units]
         return found
 
     def at(self, name: str) -> Planted | None:
@@ -359,10 +359,15 @@ class LivePopulation:
         found = [planted_at(network, name) for network in self.networks]
         return [each for each in found if each is not None]
 
-    def add(self, slot: int, blueprint: int, blend: Blend, key: int, function: Pointwise | None = None) -> None:
-        """Plant a seed that acts on nothing yet, drawn by a key; with another function than that of `made` if one is given."""
+    def add(
+        self, slot: int, blueprint: int, blend: Blend, key: int, function: Pointwise | None = None, units: int = 0
+    ) -> None:
+        """Plant a seed that acts on nothing yet, drawn by a key.
+
+        function, units: others than those of `made`, where they are given.
+        """
         site, entry = self.sites[slot], self.menu[blueprint]
-        made = self.made(slot, entry, blend, key, function)
+        made = self.made(slot, entry, blend, key, function, units)
         self.ranks.spread(made.parameters())
         for network in (*self.copies, self.network):
             bank = bank_at(network, site.name)
@@ -383,7 +388,15 @@ class LivePopulation:
         self.groups.add(site.name, named, self._beside(site.after), like)
         self.edited()
 
-    def made(self, slot: int, entry: Blueprint, blend: Blend, key: int, function: Pointwise | None = None) -> Planted:
+    def made(
+        self,
+        slot: int,
+        entry: Blueprint,
+        blend: Blend,
+        key: int,
+        function: Pointwise | None = None,
+        number: int = 0,
+    ) -> Planted:
         """Return a seed that is in no network, drawn by a key, on the device of the host and in its dtype.
 
         A bypass with one hidden layer around two layers has the function that runs between these, so that it is further units.
@@ -396,11 +409,17 @@ class LivePopulation:
             counts: Mapping[str, Mapping[str, int]] = {}
             if entry.copies == "beside":
                 units = self.units[site.name]
+                units = units._replace(
+                    number=number or units.number
+                )  # its submodule may have had fewer when it was planted
                 block, counts = narrow_copy(after, units, key), units.counted(units.number)
             else:
                 block = copy_of_block(after, self.blocks[site.name])
             recipe = Recipe(site, entry.name, reads, counts=counts)
-            return seed_of(entry, recipe, blend, block).train(after.training)
+            with drawn_with(key):
+                own = seed_of(entry, recipe, blend, block)
+            own.units = 0 if entry.copies == "behind" else units.number
+            return own.train(after.training)
         with drawn_with(key):
             made = seed_of(entry, Recipe(site, entry.name, reads, function), blend)
         return (made if like is None else made.to(like.device, like.dtype)).train(after.training)
@@ -464,10 +483,12 @@ class LivePopulation:
         found: dict[str, Tensor] = {}
         for first, network, named in self._named():
             found |= {first + name: tensor for name, tensor in named if not self.holds(name)}
-            for site, (blueprint, blend, *_) in seeds.items():
+            for site, (blueprint, blend, _, units) in seeds.items():
                 entry, bank = self.menu[blueprint], bank_at(network, site)
                 seed: nn.Module = (
-                    self.made(slots[site], entry, Blend(blend), 0) if bank is None else bank.seat(entry.name)
+                    self.made(slots[site], entry, Blend(blend), 0, None, units)
+                    if bank is None
+                    else bank.seat(entry.name)
                 )
                 here = prefix_behind(self.sites[slots[site]].after) + ("" if bank is None else f"seats.{entry.name}.")
                 for name, tensor in (*seed.named_parameters(), *seed.named_buffers()):
@@ -597,7 +618,7 @@ class LivePopulation:
         self.sites = tuple(sites_of(self.network).values())
         self.readings = list(readings.values())
         self.host = [p for name, p in self.network.named_parameters() if not self.holds(name)]
-        if self.units:
+        if any(entry.copies == "beside" for entry in self.menu):
             self.units, _ = find_units(self.network, self.sites, self.probe_batches.first)
         fits, cost = self.offers()
         affordable = cost <= (self.config.governor.param_limit or np.inf) * self.host_params[0]
@@ -640,16 +661,13 @@ class LivePopulation:
             raise
 
     def rebuild(self, seeds: Mapping[str, Sequence[Any]]) -> None:
-        """Make these the only seeds, as `planted` returned them, in this order; the caller fills in their weights.
-
-        A state of an earlier version names no function: every seed had the ReLU.
-        """
+        """Make these the only seeds, as `planted` returned them, in this order; the caller fills in their weights."""
         reshard(self.network)
         for name in list(self.planted()):
             self.free(name)
         slots = {site.name: slot for slot, site in enumerate(self.sites)}
-        for name, (blueprint, blend, *functions) in seeds.items():
-            self.add(slots[name], blueprint, Blend(blend), 0, tuple(functions[0]) if functions else RELU)
+        for name, (blueprint, blend, function, units) in seeds.items():
+            self.add(slots[name], blueprint, Blend(blend), 0, tuple(function), units)
 
     def follow(self, seeds: Seeds) -> None:
         """Let every seed act as its stage says."""
