@@ -207,12 +207,12 @@ def _checksum(tree: Mapping[str, Any]) -> str:
 
     def outlined(value: Any) -> Any:
         match value:
-            case {"array": Tensor(is_meta=False)}:
-                return value
+            case {"array": Tensor(is_meta=False) as array}:
+                return ["array", array]
             case Tensor():
                 return [str(value.dtype), list(value.shape)]
-            case Mapping():
-                return ["mapping", {key: outlined(each) for key, each in value.items()}]  # which is no list of pairs
+            case Mapping():  # which is no list of pairs
+                return ["mapping", [[key, outlined(value[key])] for key in sorted(value, key=str)]]
             case list() | tuple():
                 return [outlined(each) for each in value]
         return value
