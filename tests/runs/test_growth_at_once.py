@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import esper
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.grafted import planted_at
+from esper.leyline.errors import GrowthWarning
 from esper.leyline.lifecycle.streams import Vector
 from loops import equal, repeatable, stages
 
@@ -267,3 +268,10 @@ def test_where_growth_stops_it_says_how_far_the_loss_still_fell():
     assert re.search(
         r"the loss on the probe (still falls by \S+% a (minute|second)|did not fall in steps)", growth.stopped
     )
+
+
+def test_what_another_controller_leaves_out_of_the_settings_is_said():
+    with pytest.warns(
+        GrowthWarning, match=r"sets lifecycle\.direct, lifecycle\.absorb, gates\.twins, which RandomValid"
+    ):
+        growing(controller="random-valid")

@@ -32,11 +32,7 @@ from esper.leyline.text import with_article
 SHARE = 4
 """A narrow copy has one in so many of the units of its submodule, and at least one."""
 
-
-_NO_UNITS = "it has no units of its own; esper.graft(model, 'parts', example=x) finds further places"
-
-
-_DIVIDES = "where it divides the width of its stream by the number of heads"
+_NO_UNITS = "it has no units of its own, as a single layer; find_sites(model, x).parts has submodules of several layers"
 
 
 class Units(NamedTuple):
@@ -205,7 +201,10 @@ def _candidates(alone: CopySeed, example: Any, last: Sequence[str]) -> Iterator[
 def _try(block: nn.Module, given: Any, units: Units) -> None:
     """Raise InputError if a narrow copy of a submodule cannot run, begin without effect, learn, and become part of it."""
     made = narrow_copy(block, units, 0)
-    with in_words(f"a narrow copy of it fails, as {_DIVIDES}"), torch.enable_grad():
+    with (
+        in_words("a narrow copy of it fails, as where it divides the width of its stream by the number of heads"),
+        torch.enable_grad(),
+    ):
         output = called_beside(given, made, attached=False)
         trained = [parameter for parameter in made.parameters() if parameter.requires_grad]
         if bool(output.any()):

@@ -1081,10 +1081,22 @@ def _growth_config(
 def _with_sensors(config: Config, client: Controller) -> Config:
     """Return the config with the decisions between measurements of what is missing, if they are null: 0 where nobody reads that.
 
-    A controller that does not read it knows neither seeds that act at once nor slots that become empty again.
+    A controller that does not read it knows neither seeds that act at once nor slots that become empty again; a GrowthWarning
+    names the settings that it leaves out.
     """
     if any(MISSING in names for names in client.sensors_read.values()):
         return with_sensors(config, client)
+    asked = {
+        "lifecycle.direct": config.lifecycle.direct,
+        "lifecycle.absorb": config.lifecycle.absorb,
+        "gates.twins": config.gates.twins,
+    }
+    if left_out := [name for name, value in asked.items() if value]:
+        warn(
+            f"settings sets {', '.join(left_out)}, which {type(client).__name__} does not know, so it is left out; give the "
+            "controller 'heuristic' for it",
+            GrowthWarning,
+        )
     lifecycle = config.lifecycle.model_copy(update={"direct": False, "absorb": False})
     gates = config.gates.model_copy(update={"twins": False})
     probe = config.probe.model_copy(update={"sensors_every": config.probe.sensors_every or 0})
