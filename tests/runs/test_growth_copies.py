@@ -14,6 +14,7 @@ from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.beside import find_units
 from esper.kasmina.graft.find_sites import find_sites
 from esper.kasmina.graft.grafted import graft, planted_at
+from esper.kasmina.graft.grown import called_beside
 from esper.kasmina.network.saving import load_grown
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Blend, Op
@@ -365,3 +366,23 @@ def test_units_with_two_places_and_two_names_are_added_once():
     growth = run_on(planting("blocks.0.mlp", model=model), 12)
     growth.finish()
     assert growth.folded == ["blocks.0.mlp"]
+
+
+class Memory:
+    def __init__(self):
+        self.keys = []
+
+
+class Remembering(nn.Linear):
+    def forward(self, x, memory):
+        if isinstance(memory, Memory):
+            memory.keys.append(x)
+        else:
+            memory["keys"][:] = x
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("memory", [Memory(), {"keys": torch.zeros(2, WIDTH)}], ids=["object", "tensor"])
+def test_a_copy_beside_a_submodule_with_a_cache_of_its_own_kind_is_refused(memory):
+    with pytest.raises(InputError, match=f"writes to a {type(memory).__name__} that it is given"):
+        called_beside(((torch.randn(2, WIDTH), memory), {}), Remembering(WIDTH, WIDTH))

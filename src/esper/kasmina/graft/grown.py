@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from esper.kasmina.graft.planted import Bank, Planted
-from esper.kasmina.graft.recording import floats, mapped, replaced
+from esper.kasmina.graft.recording import floats, mapped, replaced, tensors
 from esper.kasmina.slot import Straight
 from esper.leyline.errors import GrowthWarning, InputError, warn
 from esper.leyline.lifecycle.slots import Site, Tap
@@ -209,7 +209,29 @@ def called_beside(given: Any, block: Callable[..., Any], *, attached: bool = Tru
         kwargs = {key: _uncached(each, read) for key, each in kwargs.items()}
     # In containers of its own, to which the other may append.
     args, kwargs = mapped((args, kwargs), lambda each: each if attached else each.detach())
-    return stream_of(block(*args, **kwargs))
+    if torch.compiler.is_compiling():
+        return stream_of(block(*args, **kwargs))
+    others = [each for each in (*args, *kwargs.values()) if each is not read and not isinstance(each, nn.Module)]
+    before = list(map(_versions, others))
+    output = stream_of(block(*args, **kwargs))
+    for other, versions in zip(others, before, strict=True):
+        if _versions(other) != versions:
+            owner = type(getattr(block, "__self__", block)).__name__
+            raise InputError(
+                f"{owner} writes to a {type(other).__name__} that it is given, as to a cache of keys and values, and a copy of "
+                "it that runs as a seed would write there too; run the network without it, or once growth.finish() has made the "
+                "copy part of the network"
+            )
+    return output
+
+
+def _versions(argument: Any) -> list[tuple[int, int]]:
+    """Return which tensors an argument holds, also as attributes of an object, and how often each was written to.
+
+    Tensors that are made in inference mode do not count that.
+    """
+    held = list(tensors(argument)) or list(tensors(getattr(argument, "__dict__", None)))
+    return [(id(each), -1 if each.is_inference() else each._version) for each in held]
 
 
 def _uncached(argument: Any, h: Tensor) -> Any:
