@@ -41,27 +41,27 @@ class Linear(NamedTuple):
 
     @classmethod
     def prior(cls, size: int) -> "Linear":
-        """The posterior of no observation, D = size."""
+        """Return the posterior of no observation, D = size."""
         return cls(np.eye(size) / PRIOR, np.zeros(size))
 
     def observed(self, x: Floats, gain: float) -> "Linear":
-        """The posterior with one more observation x (D,): C - C x x' C / (1 + x' C x) (Sherman and Morrison), b + gain x."""
+        """Add an observation x (D,) to the posterior: C - C x x' C / (1 + x' C x) (Sherman and Morrison), b + gain x."""
         towards = self.covariance @ x
         return Linear(self.covariance - np.outer(towards, towards) / (1 + x @ towards), self.moment + gain * x)
 
     def mean(self, x: Floats) -> Floats:
-        """The expected gains of x (..., D) -> (...) [J]."""
+        """Return the expected gains of x (..., D) -> (...) [J]."""
         expected: Floats = x @ (self.covariance @ self.moment)
         return expected
 
     def deviation(self, x: Floats) -> Floats:
-        """The standard deviations of the expected gains of x (..., D) -> (...) [J]."""
+        """Return the standard deviations of the expected gains of x (..., D) -> (...) [J]."""
         spread: Floats = NOISE * np.sqrt(((x @ self.covariance) * x).sum(-1))
         return spread
 
 
 def contexts(features: Floats) -> Floats:
-    """Features (..., F), UNKNOWN where one was not measured, as contexts (..., D): clipped, 0 for the unknown, and a constant."""
+    """Turn features (..., F), UNKNOWN where not measured, into contexts (..., D): clipped, 0 for the unknown, and a constant."""
     known = np.where(features <= UNKNOWN, 0.0, np.clip(features, -CLIP, CLIP))
     return np.concatenate([np.ones((*known.shape[:-1], 1)), known], -1)
 
@@ -84,7 +84,7 @@ class Bandit(Placement):
         self.picked: list[tuple[Plan, int]] = []  # the last picks (E,), slot -1 for a plan without one
 
     def pick(self, view: View) -> Picks:
-        """The argmax over plans and slots."""
+        """Choose in each environment the plan and the slot of the largest gain, and note them for `learn_all`."""
         self.context = contexts(table(slot_features(view, taught=False), FEATURES))
         options, gains = self.gains(self.context)
         best = gains.argmax(1)
@@ -96,7 +96,7 @@ class Bandit(Placement):
         return Picks([plan for plan, _ in picks], np.array([slot for _, slot in picks]), reasons)
 
     def gains(self, context: Floats) -> tuple[list[tuple[Plan, int]], Floats]:
-        """The plans with their slots, and the gain over UNIFORM by which each is chosen, (E, S, D) -> (E, plans)."""
+        """Return the plans with their slots, and the gain over UNIFORM by which each is chosen, (E, S, D) -> (E, plans)."""
         slots = context.shape[1]
         options, columns = [(UNIFORM, -1)], [np.zeros(len(context))]
         for plan in PLACED:

@@ -44,7 +44,7 @@ class Forest(NamedTuple):
     value: NDArray[np.float32]
 
     def predict(self, x: Floats) -> Floats:
-        """The mean prediction of the trees, x (..., F) -> (...)."""
+        """Return the mean prediction of the trees, x (..., F) -> (...)."""
         rows = np.asarray(x, np.float32).reshape(-1, x.shape[-1])
         at = np.broadcast_to(self.roots, (len(rows), len(self.roots))).copy()
         each = np.arange(len(rows))[:, None]
@@ -70,7 +70,7 @@ class Forests(NamedTuple):
 
 
 def forest_of(fitted: Any) -> Forest:
-    """The trees of a fitted scikit-learn forest, such as ExtraTreesRegressor, of one output."""
+    """Convert a fitted scikit-learn forest of one output, such as ExtraTreesRegressor."""
     parts, roots, start = [], [], 0
     for estimator in fitted.estimators_:
         tree = estimator.tree_
@@ -125,7 +125,7 @@ def load_forests(path: Path, known: Sequence[str]) -> Forests:
 
 
 def _is_whole(forest: Forest, features: int) -> bool:
-    """Whether the arrays have one length, every index is in range, and every child comes after its parent."""
+    """Check that the arrays have one length, every index is in range, and every child comes after its parent."""
     nodes = len(forest.feature)
     arrays = forest[1:]
     if any(array.shape != (nodes,) for array in arrays) or forest.roots.ndim != 1 or not len(forest.roots) or not nodes:

@@ -37,7 +37,7 @@ class SkipWhereWeak(Rule):
         self._why: list[str | None] = []
 
     def act(self, view: View) -> Actions:
-        """One decision per environment, from its row of the view alone."""
+        """Return one decision per environment, from its row of the view alone."""
         first = self._skips_first(view)
         share = relative_metric(view.measurements.metric, view.space.floor, view.space.ceiling)
         below = self.rule.config.plant_below
@@ -62,15 +62,15 @@ class SkipWhereWeak(Rule):
         self.rule.store(outcome)
 
     def reasons(self) -> Sequence[str | None]:
-        """As `Heuristic.reasons`."""
+        """Return what `Heuristic.reasons` does, and why a skip was planted."""
         return self._why
 
     def explain(self) -> list[str]:
-        """As `Heuristic.explain`."""
+        """Return what `Heuristic.explain` does."""
         return self.rule.explain()
 
     def state(self) -> dict[str, Any]:
-        """The state of `heuristic`; what has been waited for is in the view."""
+        """Return the state of `heuristic`; the steps of the wait are counted in the view."""
         return self.rule.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -78,14 +78,14 @@ class SkipWhereWeak(Rule):
         self.rule.load_state(state)
 
     def _skips_first(self, view: View) -> Bools:
-        """(E,) whether the skip is still to come: nothing was planted, and it may be."""
+        """Return (E,) whether the skip is still to come: nothing was planted, and it may be."""
         skip = indices(view.space, SKIP.here)
         if view.step > self.wait or not skip or not self.rule.timely(view, self.wait):
             return np.zeros(len(view.masks.op), bool)
         return np.array(view.masks.blueprint[:, stream_slots(view.space) - 1, skip[0]])
 
     def _gated(self, view: View) -> View:
-        """The view with ADVANCE and FOSSILIZE valid only where the gates pass, whatever the engine asks of a seed."""
+        """Return the view with ADVANCE and FOSSILIZE valid only where the gates pass, whatever the engine asks of a seed."""
         gates, slot = judge(view.seeds, view.measurements, self.gates), view.masks.slot.copy()
         slot[:, Op.ADVANCE] &= gates.advance.passed()
         slot[:, Op.FOSSILIZE] &= gates.fossilize.passed()
@@ -108,7 +108,7 @@ class Handover(Placement):
             self.sensors_read = Heuristic.sensors_read
 
     def act(self, view: View) -> Actions:
-        """The decisions of the placement, and those of the rule in the environments that it has."""
+        """Return the decisions of the placement, and those of the rule in the environments that it has."""
         actions = super().act(view)
         if self.rule is None or self._handed is None or not self._handed.any():
             return actions
@@ -119,13 +119,13 @@ class Handover(Placement):
         return merged
 
     def unplaced(self, view: View) -> Picks:
-        """HANDED, if there is a rule."""
+        """Pick HANDED in every environment if there is a rule, and UNIFORM otherwise."""
         envs = len(view.masks.op)
         handed = Picks([HANDED] * envs, np.full(envs, -1), [""] * envs)
         return super().unplaced(view) if self.rule is None else handed
 
     def sensing(self) -> bool:
-        """Whether the rule has an environment; the placement itself reads sensors at the first decision alone."""
+        """Return whether the rule has an environment; the placement itself reads sensors at the first decision alone."""
         return self._handed is None or bool(self._handed.any())
 
     def store(self, outcome: Outcome) -> None:
@@ -135,11 +135,11 @@ class Handover(Placement):
             self.rule.store(outcome)
 
     def explain(self) -> list[str]:
-        """The reasons of both, where nothing was planted."""
+        """Return why nothing was planted, by the placement and by the rule."""
         return [*super().explain(), *(self.rule.explain() if self.rule is not None else [])]
 
     def state(self) -> dict[str, Any]:
-        """Those of both, and which environments the rule has."""
+        """Return the states of the placement and the rule, and which environments the rule has."""
         ours = {} if self.rule is None else {"handed": self._handed, "rule": self.rule.state()}
         return {**super().state(), **ours}
 
@@ -159,7 +159,7 @@ class Handover(Placement):
 
 
 def closed(view: View, rows: Bools) -> View:
-    """The view with nothing allowed in some rows (E,) but to wait."""
+    """Return the view with nothing allowed but to wait in some rows (E,)."""
     masks = only_wait(view.masks, rows)
     open_: NDArray[np.bool_] = ~rows[:, None, None]
     return view._replace(masks=masks._replace(slot=masks.slot & open_, blueprint=masks.blueprint & open_))

@@ -37,7 +37,7 @@ UNKNOWN = -10.0
 
 
 def slot_features(view: View, taught: bool) -> dict[str, Floats]:
-    """Name and values (E, S) of every feature. With `taught`, the drifts from the intact network are among them.
+    """Compute every feature of the slots, (E, S), by name. With `taught`, the drifts from the intact network are among them.
 
     S are the slots in front of the last layer.
     """
@@ -76,7 +76,7 @@ def slot_features(view: View, taught: bool) -> dict[str, Floats]:
 
 
 def table(found: dict[str, Floats], names: Sequence[str]) -> Floats:
-    """(E, S, F) the named features, with UNKNOWN for what is not finite."""
+    """Stack the named features, (E, S, F), with UNKNOWN for what is not finite."""
     columns = np.stack([found[name] for name in names], -1)
     return np.where(np.isfinite(columns), columns, UNKNOWN)
 
@@ -87,7 +87,7 @@ def _log(values: Floats) -> Floats:
 
 
 def _mean(values: Floats) -> Floats:
-    """(E, 1) over the slots where a value was measured; nan where there is none."""
+    """Average each row over the slots where the value was measured, (E, S) -> (E, 1); nan where there is none."""
     known = np.isfinite(values)
     total = np.where(known, values, 0).sum(1, keepdims=True)
     count = known.sum(1, keepdims=True)
@@ -96,7 +96,7 @@ def _mean(values: Floats) -> Floats:
 
 
 def _ranks(values: Floats) -> Floats:
-    """(E, S) 0 for the smallest of a host to 1 for the largest; equal values share the rank of the first."""
+    """Rank the slots of each host, (E, S): 0 for the smallest value to 1 for the largest; equal values share the lowest rank."""
     below = (values[:, None, :] < values[:, :, None]).sum(2)
     ranks: Floats = below / max(values.shape[1] - 1, 1)
     return ranks

@@ -90,32 +90,32 @@ class Placement(Rule):
 
     @abstractmethod
     def pick(self, view: View) -> Picks:
-        """What to plant where, from the view before the first step."""
+        """Pick what is planted where, from the view before the first step."""
 
     def ranking(self, view: View) -> Ranking:
-        """What may be planted, what `pick` plants first; that alone, with its first slot, in rules that compare no places."""
+        """Rank what may be planted, first what `pick` plants: that alone, at its first slot, in rules that compare no places."""
         picks = self.pick(view)
         slots = picks.slot.reshape(len(picks.plans), -1)[:, 0].tolist()
         return [[Choice(*choice)] for choice in zip(picks.plans, slots, picks.reasons, strict=True)]
 
     def act(self, view: View) -> Actions:
-        """The first decision of a step."""
+        """Return the first decision of a step."""
         if view.step == 0 or self._wish is None:
             self._begin(view, self.pick(view) if self.chooses(view) else self.unplaced(view))
         return self._decide(view)
 
     def chooses(self, view: View) -> bool:
-        """Whether there are places to choose from: a rule on sensors compares slots in front of the last layer."""
+        """Return whether there are places to choose from: a rule on sensors compares slots in front of the last layer."""
         return not self.sensors_every or stream_slots(view.space) > 0
 
     def unplaced(self, view: View) -> Picks:
-        """What to plant where there are no places to choose from: UNIFORM."""
+        """Pick UNIFORM in every environment, for hosts without places to choose from."""
         envs = len(view.masks.op)
         why = "no slot lies in front of the last layer, so every block gets a bypass"
         return Picks([UNIFORM] * envs, np.full(envs, -1), [why] * envs)
 
     def further(self, view: View, refused: NDArray[np.int8]) -> Actions | None:
-        """The next decisions of the step; None where no environment has any."""
+        """Return the next decisions of the step; None where no environment has any."""
         if self._last is not None:
             # What was carried out may be the decision of another, which this controller teaches.
             envs, last = np.arange(len(refused)), self._last
@@ -131,11 +131,11 @@ class Placement(Rule):
             self._hear(outcome.refused, np.logical_and.reduce(own))
 
     def reasons(self) -> Sequence[str | None]:
-        """For each environment, why the seed of the last decision was planted; None for other decisions."""
+        """Return for each environment why the seed of the last decision was planted; None for other decisions."""
         return self._why
 
     def explain(self) -> list[str]:
-        """The reasons of the environments in which nothing was to be planted."""
+        """Return the reasons of the environments in which nothing was to be planted."""
         if self._wish is None:
             return []
         nothing = np.flatnonzero((self._wish < 0).all((1, 2))).tolist()
@@ -143,7 +143,7 @@ class Placement(Rule):
         return [f"{nothing_planted(count, len(self._wish))}: {why}" for why, count in whys.items()]
 
     def state(self) -> dict[str, Any]:
-        """What is to be planted, and how far it is."""
+        """Return what is to be planted, and how far it is."""
         return {"wish": self._wish, "reasons": list(self._reasons), "next": self._next}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -151,7 +151,7 @@ class Placement(Rule):
         self._wish, self._reasons, self._next = state.get("wish"), state.get("reasons", []), state.get("next")
 
     def package(self, view: View) -> Ints:
-        """(E,): index of the blueprint that is still to be planted in every inner slot that the masks allow, and nowhere else.
+        """Return (E,) the blueprint that is still to be planted in every inner slot that the masks allow, and nowhere else.
 
         -1 where something else, or nothing, is to be planted. Inner slots are those of `plans.inner_slots`.
         """
@@ -162,7 +162,7 @@ class Placement(Rule):
         return np.where(whole.all(1), index, -1)
 
     def _tries(self, view: View) -> tuple[Ints, Bools]:
-        """(E, S) the choice that is tried next at each slot, and whether the masks allow it."""
+        """Return (E, S) the choice that is tried next at each slot, and whether the masks allow it."""
         assert self._wish is not None, "act comes before it"
         assert self._next is not None, "act comes before it"
         at = np.minimum(self._next, self._wish.shape[2] - 1)[..., None]
@@ -189,7 +189,7 @@ class Placement(Rule):
             self._next[rows, actions.slot[rows]] += move
 
     def _decide(self, view: View) -> Actions:
-        """One operation per environment: FOSSILIZE or ADVANCE a seed, or plant the next choice of a slot, the dearest first."""
+        """Decide one operation per environment: FOSSILIZE, else ADVANCE, else plant the next choice of the dearest slot."""
         envs = np.arange(len(view.masks.op))
         choice, plants = self._tries(view)
         cost = np.broadcast_to(view.space.cost, view.masks.blueprint.shape)
@@ -216,7 +216,7 @@ class Uniform(Placement):
     sensors_every = 0
 
     def pick(self, view: View) -> Picks:
-        """The same in every environment."""
+        """Pick UNIFORM in every environment."""
         envs = len(view.masks.op)
         return Picks([UNIFORM] * envs, np.full(envs, -1), ["every block gets a bypass"] * envs)
 
@@ -231,7 +231,7 @@ class Fixed(Placement):
         self.plans = plans
 
     def pick(self, view: View) -> Picks:
-        """The plan of each share, in order."""
+        """Pick the plan of each share, in order."""
         each, rest = divmod(len(view.masks.op), len(self.plans))
         assert not rest, "the environments cannot be shared equally"
         of_env = [placed for placed in self.plans for _ in range(each)]
@@ -250,11 +250,11 @@ class ParticipationDrop(Placement):
     sensor_families = ("participation",)
 
     def pick(self, view: View) -> Picks:
-        """The first of the ranking."""
+        """Pick the first of the ranking."""
         return first(self.ranking(view))
 
     def ranking(self, view: View) -> Ranking:
-        """From the sensors `participation` and `participation_before`, behind segments that keep the width of the stream."""
+        """Rank by the ratio of `participation` to `participation_before`, behind segments that keep the width of the stream."""
         ratio = sensor(view, "participation") / np.maximum(sensor(view, "participation_before"), 1e-9)
         ratio = np.where(inner_slots(view.space), ratio, np.nan)
         return ranked(
@@ -273,11 +273,11 @@ class Collapse(Placement):
     sensor_families = ("participation", "dead")
 
     def pick(self, view: View) -> Picks:
-        """The first of the ranking."""
+        """Pick the first of the ranking."""
         return first(self.ranking(view))
 
     def ranking(self, view: View) -> Ranking:
-        """From the sensors `dead`, `participation` and `participation_before`; the block of dead units before all others."""
+        """Rank as `ParticipationDrop`, but put the block with the most dead units first if its `dead` is above CUT."""
         drops = ParticipationDrop().ranking(view)
         alive = np.where(inner_slots(view.space), 1 - sensor(view, "dead"), np.nan)
         cut = ranked(view, alive, 1 - CUT, MIXED, "only {:.0%} of the inner units are active in front of {}")
@@ -298,11 +298,11 @@ class InnerUse(Placement):
     sensor_families = ("participation", "inner")
 
     def pick(self, view: View) -> Picks:
-        """The first of the ranking."""
+        """Pick the first of the ranking."""
         return first(self.ranking(view))
 
     def ranking(self, view: View) -> Ranking:
-        """From the sensors `participation_inner` and `participation`."""
+        """Rank narrow and dead blocks (`participation_inner`) by the `participation` of their stream, the thinnest first."""
         inner, stream = sensor(view, "participation_inner"), sensor(view, "participation")
         thin = np.where((inner >= NARROW) | (inner < DEAD), stream, np.nan)
         return ranked(
@@ -323,7 +323,7 @@ class DriftRise(Placement):
     sensor_families = ("drift",)
 
     def pick(self, view: View) -> Picks:
-        """From the sensors `drift` and `drift_before`."""
+        """Pick by the sensors `drift` and `drift_before`."""
         slots, names = stream_slots(view.space), view.space.slots
         before = sensor(view, "drift_before")[:, :slots]
         rise = sensor(view, "drift")[:, :slots] - before
@@ -351,7 +351,7 @@ class DriftRise(Placement):
 
 
 def ranked(view: View, ratio: Floats, bound: float, plan: Plan, reason: str) -> Ranking:
-    """The plan at every slot, the smallest ratio (E, S) first, and UNIFORM behind the slots whose ratio is below a bound.
+    """Rank the plan at every slot, the smallest ratio (E, S) first, with UNIFORM behind the slots whose ratio is below a bound.
 
     A slot whose ratio is nan is left out. `reason` is formatted with the ratio and the name of the slot.
     """
@@ -370,18 +370,18 @@ def ranked(view: View, ratio: Floats, bound: float, plan: Plan, reason: str) -> 
 
 
 def first(ranking: Ranking) -> Picks:
-    """The first choice of each environment."""
+    """Pick the first choice of each environment."""
     plans, slots, reasons = zip(*(choices[0] for choices in ranking), strict=True)
     return Picks(plans, np.array(slots), reasons)
 
 
 def padded(slots: Sequence[tuple[int, ...]]) -> Ints:
-    """(E, n) the slots of each environment, -1 behind the last."""
+    """Pad the slots of the environments with -1 to one length, (E, n)."""
     return np.array(list(zip_longest(*slots, fillvalue=-1)), np.int64).T
 
 
 def _wished(view: View, picks: Picks) -> Ints:
-    """(E, S, P) indices into the menu: what the picks plant, in the order in which it is tried, and -1 at the end."""
+    """Return (E, S, P) what the picks plant: indices into the menu in the order in which they are tried, -1 at the end."""
     plans = list(dict.fromkeys(picks.plans))
     each = [wished(view.space, plan, picks.slot) for plan in plans]
     most = max(wish.shape[2] for wish in each)
@@ -393,7 +393,7 @@ def _wished(view: View, picks: Picks) -> Ints:
 
 
 def _reasons(view: View, picks: Picks, wish: Ints) -> list[str]:
-    """The reasons of the picks, and what stands against those of which nothing can be planted."""
+    """Return the reasons of the picks; where nothing can be planted, each says what is missing."""
     menu, reasons = [entry.name for entry in view.space.blueprints], list(picks.reasons)
     for env in np.flatnonzero((wish < 0).all((1, 2))).tolist():
         names = list(dict.fromkeys((*picks.plans[env].here, *picks.plans[env].others)))

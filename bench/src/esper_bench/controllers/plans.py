@@ -94,7 +94,7 @@ LARGER = (LINEAR, HIDDEN)
 
 
 def wished(space: Space, plan: Plan, slot: Ints) -> Ints:
-    """(E, S, P) indices into the menu, -1 at the end: what the plan plants for the slots (E,) or (E, n); -1 is no slot."""
+    """Return (E, S, P) what the plan plants for the slots (E,) or (E, n), -1 for none: indices into the menu, -1 at the end."""
     here, others = indices(space, plan.here), indices(space, plan.others)
     size = max(len(here), len(others), 1)
     inner = inner_slots(space)
@@ -131,12 +131,12 @@ class Placed(NamedTuple):
         return self.plan.name if self.slot < 0 else f"{self.plan.name} at {' and '.join(map(str, self.slots))}"
 
     def words(self, space: Space) -> str:
-        """The name of the plan, with the names of its slots."""
+        """Name the plan and its slots in words."""
         names = (space.slots[slot] for slot in self.slots)
         return self.plan.name if self.slot < 0 else f"{self.plan.name} at {' and '.join(names)}"
 
     def plants(self, space: Space) -> str:
-        """What it plants where, in words. Of several blueprints, the first that the budget of parameters allows."""
+        """Say what the plan plants where. Of several blueprints, it plants the first that the budget of parameters allows."""
         here, others = " or ".join(self.plan.here), " or ".join(self.plan.others)
         if not here:
             return "nothing"
@@ -146,12 +146,12 @@ class Placed(NamedTuple):
 
 
 def stream_slots(space: Space) -> int:
-    """How many slots lie in front of the last layer; they come first."""
+    """Count the slots in front of the last layer, which come first."""
     return len(space.slots) - space.heads
 
 
 def places(plan: Plan, slots: int, heads: int) -> Sequence[int]:
-    """The slots that a plan may be for, on a host with `slots` in front of the last layer and `heads` behind it.
+    """List the slots that a plan may be for, on a host with `slots` in front of the last layer and `heads` behind it.
 
     -1 stands for no slot. A plan of AT_HEAD has no place on a host without a slot behind the last layer.
     """
@@ -165,18 +165,18 @@ def places(plan: Plan, slots: int, heads: int) -> Sequence[int]:
 
 
 def placed_plans(slots: int, heads: int = 0) -> list[Placed]:
-    """UNIFORM and PLACED at each of their places, and FURTHER as well where a slot lies behind the last layer."""
+    """List UNIFORM and PLACED at each of their places, and FURTHER as well where a slot lies behind the last layer."""
     plans = (NONE, UNIFORM, *PLACED[1:], *(FURTHER if heads else ()))
     return [Placed(plan, slot) for plan in plans for slot in places(plan, slots, heads)]
 
 
 def choices_of(space: Space) -> list[Placed]:
-    """The plans that rules and trees choose from (`placed_plans`), without those that plant the same as one before."""
+    """List the plans that rules and trees choose from (`placed_plans`), without those that plant the same as one before."""
     return _different(space, placed_plans(stream_slots(space), space.heads))
 
 
 def plans_of(space: Space) -> list[Placed]:
-    """Every plan of the menu: `choices_of`, then each blueprint at each slot that it fits, and each at every such slot."""
+    """List every plan of the menu: `choices_of`, then each blueprint at each slot that it fits, and each at every such slot."""
     slots = range(len(space.slots))
     singles, packages = [], []
     for index, blueprint in enumerate(space.blueprints):
@@ -187,7 +187,7 @@ def plans_of(space: Space) -> list[Placed]:
 
 
 def _different(space: Space, plans: Sequence[Placed]) -> list[Placed]:
-    """The plans whose choices differ at a slot that they fit, in an environment; the first of several that are alike."""
+    """Drop each plan that plants the same as one before it, at every slot that they fit, in all environments."""
     found: dict[bytes, Placed] = {}
     size = len(space.blueprints)
     for placed in plans:

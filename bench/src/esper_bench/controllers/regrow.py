@@ -38,13 +38,13 @@ class Regrow(Rule):
         self._last: Actions | None = None
 
     def order(self, view: View) -> Floats:
-        """(E, S): the slot of the largest value is tried first. It is asked for before the first step of an episode."""
+        """Return (E, S): the slot of the largest value is tried first. Called before the first step of an episode."""
         slots = np.arange(view.seeds.stage.shape[1])
         spread = ((slots[-1] - slots) % 2 == 1) & (slots > 0)
         return np.broadcast_to(slots + len(slots) * spread, view.seeds.stage.shape)
 
     def act(self, view: View) -> Actions:
-        """The first decision of a step."""
+        """Return the first decision of a step."""
         envs, slots = view.seeds.stage.shape
         if view.step == 0 or len(self._gain) != envs:
             self._gain, self._order = np.full((envs, slots), np.nan), self.order(view)
@@ -52,14 +52,14 @@ class Regrow(Rule):
         return self._decide(view)
 
     def further(self, view: View, refused: NDArray[np.int8]) -> Actions | None:
-        """The next decisions of the step; None where no environment has any."""
+        """Return the next decisions of the step; None where no environment has any."""
         if self._last is not None:
             self._full |= (self._last.op == Op.GERMINATE) & (refused != Refusal.NONE)
         actions = self._decide(view)
         return actions if (actions.op != Op.WAIT).any() else None
 
     def state(self) -> dict[str, Any]:
-        """The gains that were read, and the order of the slots."""
+        """Return the gains that were read, and the order of the slots."""
         return {"gain": self._gain, "order": self._order}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -37,7 +37,7 @@ class Sites(Placement):
     sensor_families = (*Collapse.sensor_families, "gradient", *DriftRise.sensor_families)
 
     def pick(self, view: View) -> Picks:
-        """What the rule for one block plants, or SEVERAL at the first block and the further ones."""
+        """Pick what the rule for one block plants, or SEVERAL at the first block and the further ones."""
         rise = sensor(view, "drift") - sensor(view, "drift_before")
         rules, taught = (Collapse().pick(view), DriftRise().pick(view)), np.asarray(np.isfinite(rise).any(1)).tolist()
         inner = inner_slots(view.space)
@@ -62,7 +62,7 @@ class Sites(Placement):
 
 
 def pulls(view: View, inner: Bools) -> Floats:
-    """(E, S) the gradient of a bypass around each inner block, as a multiple of its median over them; 0 if not measured."""
+    """Return (E, S) the gradient of a bypass around each inner block, in multiples of its median over them; 0 if not measured."""
     gradient = np.where(inner, sensor(view, "map_gradient_before"), np.nan)
     known = np.isfinite(gradient)
     medians = [float(np.median(row[own])) if own.any() else 1.0 for row, own in zip(gradient, known, strict=True)]
@@ -71,6 +71,6 @@ def pulls(view: View, inner: Bools) -> Floats:
 
 
 def strongest(pull: Floats, besides: int) -> NDArray[np.int64]:
-    """The slot of the largest of (S,) multiples besides one slot, in an array, which is empty if none is above PULL."""
+    """Find the slot with the largest of (S,) multiples besides one slot; the array is empty if none is above PULL."""
     others = np.where(np.arange(len(pull)) == besides, 0, pull)
     return np.flatnonzero((others == others.max()) & (others > PULL))[:1]

@@ -43,28 +43,28 @@ class Option(NamedTuple):
 
 @lru_cache
 def facts_of(version: str) -> Mapping[str, Any]:
-    """The facts of a version: what it was trained on, where it was measured, and the digest of its arrays."""
+    """Read the facts of a version: what it was trained on, where it was measured, and the digest of its arrays."""
     facts: Mapping[str, Any] = json.loads((FOLDER / f"{version}.json").read_text(encoding="utf-8"))
     return facts
 
 
 def deciding(version: str) -> str:
-    """The facts that decide in a version beside its code, as JSON: the digest of its arrays, and which cases it has."""
+    """Return what decides in a version beside its code, as JSON: the digest of its arrays, and which cases it has."""
     return json.dumps({name: facts_of(version).get(name) for name in ("digest", *CASES)})
 
 
 def card_of(version: str) -> str:
-    """The card of a version, as Markdown."""
+    """Read the card of a version, as Markdown."""
     return (FOLDER / f"{version}.md").read_text(encoding="utf-8")
 
 
 def versions() -> list[str]:
-    """The versions in this package, the oldest first."""
+    """List the versions in this package, the oldest first."""
     return sorted((path.stem for path in FOLDER.glob(f"{NAME}-*.json")), key=lambda name: int(name.rpartition("-")[2]))
 
 
 def resolved(name: str) -> str:
-    """The latest version for `shipped`, and any other name as it is. InputError for a version that this package does not have."""
+    """Return the latest version for `shipped`, and any other name as it is. InputError for a version that this package lacks."""
     known = versions()
     if name == NAME:
         return known[-1]
@@ -77,7 +77,7 @@ def resolved(name: str) -> str:
 
 
 def episodes_of_version(version: str) -> int:
-    """Networks that were grown to choose a version: the training cases of each kind of hosts, each with every plan or wait."""
+    """Count the networks grown to choose a version: the training cases of each kind of hosts, each with every plan or wait."""
     found = 0
     for kind in facts_of(version)["kinds"]:
         cases = sum(count for _, _, count in kind["training"].values())
@@ -86,7 +86,7 @@ def episodes_of_version(version: str) -> int:
 
 
 def is_shipped(name: str) -> bool:
-    """Whether a name is that of a version, or `shipped` itself."""
+    """Return whether a name is `shipped` or one of its versions."""
     return name == NAME or name in versions()
 
 
@@ -119,7 +119,7 @@ class Shipped(Handover):
         self.forests = load_forests(path, FEATURES)
 
     def pick(self, view: View) -> Picks:
-        """From all growth sensors; `drift` is read by the rule for several blocks alone, where it is measured."""
+        """Pick from all growth sensors; `drift` is read by the rule for several blocks alone, where it is measured."""
         known, small = self.gains(view, SMALL)
         rule, several = Collapse().pick(view), self._several(view)
         slots = stream_slots(view.space)
@@ -154,11 +154,11 @@ class Shipped(Handover):
         return Picks(plans, padded(at), reasons)
 
     def sensing(self) -> bool:
-        """As in `Handover`, and True if the config says how often sensors are measured."""
+        """Return what `Handover` does, or True if the config says how often sensors are measured."""
         return self._asked or super().sensing()
 
     def gains(self, view: View, group: str) -> tuple[list[Option], Floats]:
-        """The options of a group, and what the trees expect of them in J over the first, (E, O).
+        """Return the options of a group, and what the trees expect of them in J over the first, (E, O).
 
         Minus infinity where an option cannot be planted.
         """
@@ -171,7 +171,7 @@ class Shipped(Handover):
         return found, np.where(allowed, np.stack(columns, 1), -np.inf)
 
     def state(self) -> dict[str, Any]:
-        """What is to be planted, and by which arrays it was chosen."""
+        """Return what is to be planted, and by which arrays it was chosen."""
         return {**super().state(), "version": self.version, "digest": self.digest}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -184,12 +184,12 @@ class Shipped(Handover):
         super().load_state(state)
 
     def _only_small(self, view: View) -> Bools:
-        """(E,) whether only small seeds are planted, whatever else the menu has."""
+        """Return (E,) whether only small seeds are planted, whatever else the menu has."""
         measured = np.isfinite(sensor(view, "dead")) & inner_slots(view.space)
         return np.asarray(view.space.frozen & measured.any(1) & self.ignores_larger)
 
     def _several(self, view: View) -> dict[int, tuple[Plan, tuple[int, ...], str]]:
-        """What `Sites` plants in the environments where it names several damaged blocks, in versions that ask it."""
+        """Return what `Sites` plants in the environments where it names several damaged blocks, in versions that ask it."""
         if not self.several:
             return {}
         plans, slots, reasons = Sites().pick(view)
@@ -217,7 +217,7 @@ class Shipped(Handover):
 
 
 def options(group: str, slots: int) -> list[Option]:
-    """What a group may plant in a host with `slots` in front of the last layer."""
+    """List what a group may plant in a host with `slots` in front of the last layer."""
     found = []
     for plan in GROUPS[group]:
         found += (
@@ -229,7 +229,7 @@ def options(group: str, slots: int) -> list[Option]:
 
 
 def plantable(view: View, option: Option) -> Bools:
-    """(E,) whether a blueprint of the plan may be planted at its slot, or at any where it has none."""
+    """Return (E,) whether a blueprint of the plan may be planted at its slot, or at any where it has none."""
     if option.plan == NONE:
         return np.ones(len(view.masks.op), bool)
     allowed: Bools = np.asarray(view.masks.blueprint[..., indices(view.space, option.plan.here)].any(2))
@@ -239,7 +239,7 @@ def plantable(view: View, option: Option) -> Bools:
 def choose(
     found: Sequence[Option], gains: Floats, rule: Sequence[Option], margin: float = MARGIN
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Indices (E,) of what the rule plants, and of what is planted.
+    """Return the indices (E,) of what the rule plants, and of what is planted.
 
     They differ where another option is expected to be better by more than the margin. It is not UNIFORM, option 0.
     """

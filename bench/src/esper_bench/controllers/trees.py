@@ -27,11 +27,11 @@ class Trees(Placement):
         self.forests: Forests = load_trees(trees) if isinstance(trees, Path) else trees
 
     def pick(self, view: View) -> Picks:
-        """The argmax of the expected gains; UNIFORM where none is above 0."""
+        """Pick the plan of the largest expected gain; UNIFORM where none is above 0."""
         return first(self.ranking(view))
 
     def ranking(self, view: View) -> Ranking:
-        """All plans, in the order of their expected gains."""
+        """Rank all plans by their expected gains, the largest first."""
         options, gains = self.gains(view)
         places = ["the most", *(f"number {number}" for number in range(2, len(options) + 1))]
         why = "the trees expect {:+.3f} in J over a bypass around every block, {} of {} plans"
@@ -44,13 +44,13 @@ class Trees(Placement):
         ]
 
     def gains(self, view: View) -> tuple[list[tuple[Plan, int]], Floats]:
-        """The plans with their slots, and the expected gain in J of each over UNIFORM, (E, plans)."""
+        """Return the plans with their slots, and the expected gain in J of each over UNIFORM, (E, plans)."""
         taught = any(name not in FEATURES for name in self.forests.features)
         return options_of(self.forests, table(slot_features(view, taught), self.forests.features), view.space.heads)
 
 
 def options_of(forests: Forests, x: Floats, heads: int = 0) -> tuple[list[tuple[Plan, int]], Floats]:
-    """The plans that trees choose from with their slots, UNIFORM first, and the expected gain in J of each over it, (E, plans).
+    """Return the plans and slots that trees choose from, UNIFORM first, and the expected gain in J of each over it, (E, plans).
 
     x: (E, S, F) features of the slots in front of the last layer, as `forests.features` names them. heads: slots behind it. A
     plan without a slot, or for one behind the last layer, has the features of the last of the S.
@@ -68,7 +68,7 @@ def options_of(forests: Forests, x: Floats, heads: int = 0) -> tuple[list[tuple[
 
 
 def load_trees(path: Path) -> Forests:
-    """The trees of a file. InputError if they are not trees of known plans, or read unknown features."""
+    """Read the trees of a file. InputError if they are not trees of known plans, or read unknown features."""
     forests = load_forests(path, TAUGHT_FEATURES)
     known = [plan.name for plan in (*PLACED, *FURTHER)]
     unknown = [name for name in forests.models if name not in known]

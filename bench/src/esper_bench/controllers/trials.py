@@ -31,7 +31,7 @@ class Given(Placement):
         self.picks = picks
 
     def pick(self, view: View) -> Picks:
-        """What was given."""
+        """Pick what was given."""
         return self.picks
 
 
@@ -64,7 +64,7 @@ class Trials(Placement):
         return f"Trials({self.rule!r})"
 
     def proposals(self, view: View) -> Proposed | None:
-        """The first candidates of every environment, at the first decision of an episode."""
+        """Propose the first candidates of each environment that has several, at the first decision of an episode."""
         if (view.step and self._wish is not None) or not self.chooses(view):
             return None
         self._ranking = [choices[: self.config.candidates] for choices in self.rule.ranking(view)]
@@ -97,7 +97,7 @@ class Trials(Placement):
         self._picks = first(chosen)
 
     def pick(self, view: View) -> Picks:
-        """What the trials chose. Raises InputError if no trial could be made."""
+        """Pick what the trials chose. Raises InputError if no trial could be made."""
         if self._picks is None:
             raise InputError(
                 f"the controller {TRIALS}{self.name} tries candidates in copies of the network, which only a run of a "

@@ -32,10 +32,10 @@ class Planting(Rule):
 
     @abstractmethod
     def wish(self, view: View) -> Ints:
-        """(E, S) index of the blueprint that is to be planted in each slot now; -1 for none."""
+        """Return (E, S) the index of the blueprint that is to be planted in each slot now; -1 for none."""
 
     def order(self, view: View) -> Floats:
-        """(E, S): the slot of the least value is planted first."""
+        """Return (E, S): the slot of the least value is planted first."""
         return np.broadcast_to(np.arange(float(view.seeds.stage.shape[1])), view.seeds.stage.shape)
 
     def begin(self, view: View) -> None:
@@ -43,20 +43,20 @@ class Planting(Rule):
         self._refused = np.zeros(view.seeds.stage.shape, bool)
 
     def act(self, view: View) -> Actions:
-        """The first decision of a step."""
+        """Return the first decision of a step."""
         if view.step == 0 or self._refused.shape != view.seeds.stage.shape:
             self.begin(view)
         return self._decide(view)
 
     def further(self, view: View, refused: NDArray[np.int8]) -> Actions | None:
-        """The next decisions of the step; None where no environment has any."""
+        """Return the next decisions of the step; None where no environment has any."""
         rows = np.flatnonzero((self._last.op == Op.GERMINATE) & (refused != Refusal.NONE))
         self._refused[rows, self._last.slot[rows]] = True
         actions = self._decide(view)
         return actions if (actions.op != Op.WAIT).any() else None
 
     def state(self) -> dict[str, Any]:
-        """What was refused."""
+        """Return the slots where the engine refused a seed."""
         return {"refused": self._refused}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -88,7 +88,7 @@ class Planned(Planting):
         return f"{self.blueprint} at {', '.join(map(str, self.slots))} from step {self.at}"
 
     def wish(self, view: View) -> Ints:
-        """The blueprint in the slots of the plan."""
+        """Return the blueprint in the slots of the plan from its step on."""
         here = np.isin(np.arange(view.seeds.stage.shape[1]), self.slots) & (view.step >= self.at)
         return np.broadcast_to(np.where(here, _index(view, self.blueprint), -1), view.seeds.stage.shape)
 
@@ -111,7 +111,7 @@ class Narrowest(Planting):
 
     @abstractmethod
     def due(self, view: View) -> Bools:
-        """(E, S): whether a slot may be planted now."""
+        """Return (E, S) whether a slot may be planted now."""
 
     def begin(self, view: View) -> None:
         """Read the sensors of the fresh network."""
@@ -120,15 +120,15 @@ class Narrowest(Planting):
         self._left = np.nan_to_num(sensor(view, "participation") / before, nan=1.0)
 
     def order(self, view: View) -> Floats:
-        """The directions that a block leaves."""
+        """Return the share of the directions that each block leaves: the narrowest comes first."""
         return self._left
 
     def wish(self, view: View) -> Ints:
-        """The blueprint wherever it is due."""
+        """Return the blueprint in every slot that is due."""
         return np.where(self.due(view), _index(view, self.blueprint), -1)
 
     def state(self) -> dict[str, Any]:
-        """What was refused and what was read."""
+        """Return the slots where a seed was refused, and what the sensors showed."""
         return {**super().state(), "left": self._left}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -148,7 +148,7 @@ class WidenNarrow(Narrowest):
         return f"{self.blueprint} where a block leaves less than {self.below:g} of the directions"
 
     def due(self, view: View) -> Bools:
-        """The narrow blocks, in the first step."""
+        """Return the narrow blocks in the first step, and none later."""
         return (self._left < self.below) & (view.step == 0)
 
 
@@ -171,11 +171,11 @@ class WidenByGradient(Planting):
         return f"{self.blueprint} at the largest gradient, in steps {', '.join(map(str, steps))}"
 
     def order(self, view: View) -> Floats:
-        """The gradient, the largest first."""
+        """Return the gradient with its sign changed: the largest comes first."""
         return -sensor(view, "map_gradient_before")
 
     def wish(self, view: View) -> Ints:
-        """The blueprint in every free slot, where no seed was planted in this step."""
+        """Return the blueprint in every free slot at the steps of the rule, as long as no seed was planted in the step."""
         seeds = view.seeds
         there = among(seeds.stage, IN_BUDGET)
         due = (there.sum(1) < self.count) & ~(there & (seeds.life == 0)).any(1)
@@ -194,7 +194,7 @@ class WidenByExamples(Narrowest):
         return f"{self.blueprint} at {self.per_parameter:g} examples a parameter"
 
     def due(self, view: View) -> Bools:
-        """Every slot of a network that has seen enough."""
+        """Return every slot of a network that has seen enough examples."""
         size = view.host_params + view.added_params
         seen = view.step * self.examples_per_step
         return np.broadcast_to((seen >= self.per_parameter * size)[:, None], view.seeds.stage.shape)
@@ -220,7 +220,7 @@ class WidenBySlope(Narrowest):
         self._losses = []
 
     def due(self, view: View) -> Bools:
-        """Every slot of a network whose loss does not fall and whose last seed had its time."""
+        """Return every free slot of a network whose loss hardly falls and whose seeds are at least `patience` steps old."""
         self._losses = [*self._losses[: view.step], view.measurements.loss]  # the last is given again within a step
         shape = view.seeds.stage.shape
         if view.step < self.patience:
@@ -230,7 +230,7 @@ class WidenBySlope(Narrowest):
         return np.broadcast_to((flat & ~young)[:, None], shape) & (view.seeds.stage == Stage.DORMANT)
 
     def state(self) -> dict[str, Any]:
-        """What was refused and what was read."""
+        """Return the slots where a seed was refused, what the sensors showed, and the losses."""
         return {**super().state(), "losses": list(self._losses)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
