@@ -227,7 +227,7 @@ def _trees(forests: Forests, config: Config) -> Trees:
 
 
 def _digest(forests: Forests) -> str:
-    """A digest of all arrays of trees."""
+    """Compute a digest of all arrays of trees."""
     content = hashlib.sha256(" ".join(forests.features).encode())
     for name, forest in sorted(forests.models.items()):
         content.update(name.encode())

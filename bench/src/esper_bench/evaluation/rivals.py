@@ -171,7 +171,7 @@ def oracle(task: AnyTask, plans: Sequence[str], runs: Mapping[str, Arrays]) -> A
 
 
 def best_by_others(scores: Floats) -> NDArray[np.int64]:
-    """scores (K, P, R) -> (P, R) index of the plan with the highest mean over the other runs of the problem.
+    """Choose for each run the plan with the highest mean over the other runs of the problem: scores (K, P, R) -> index (P, R).
 
     A plan is chosen by other runs than the one whose score it then has, so the mean of the chosen scores is not raised by
     the choice. R is at least 2.

@@ -130,25 +130,25 @@ class FormulaPopulation:
         )
 
     def tainted(self, rows: Indices, step: int) -> list[int]:
-        """Always empty: there are no data."""
+        """Return an empty list: there are no data."""
         return []
 
     def added_params(self, seeds: Seeds, stages: frozenset[Stage] = ADDED) -> Indices:
-        """(R,) parameters of the seeds in some stages."""
+        """Return (R,) the parameters of the seeds in some stages."""
         cost = np.array([*self.process.cost, 0])[seeds.blueprint]  # an empty slot has blueprint -1, which costs nothing
         added: Indices = np.where(among(seeds.stage, stages), cost, 0).sum(1)
         return added
 
     def price(self, rows: Indices, slot: Indices, blueprint: Indices, blend: NDArray[np.integer[Any]]) -> Indices:
-        """(n,) parameters that seeds would add."""
+        """Return (n,) the parameters that seeds would add."""
         return np.array(self.process.cost)[blueprint]
 
     def growth(self, rows: Indices, slot: Indices, blueprint: Indices) -> int:
-        """0 bytes."""
+        """Return 0 bytes, because formulas need no memory."""
         return 0
 
     def keeper(self, seeds: Seeds) -> Keeper:
-        """Storage for snapshots of seeds, which are the whole state of a row."""
+        """Make a keeper of snapshots of seeds, which are the whole state of a row."""
         return _Kept(seeds)
 
     def snapshot(self) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class FormulaPopulation:
         self.step = tree["trained"]
 
     def final(self, seeds: Seeds) -> tuple[Floats, Floats]:
-        """(R,) metric and loss of the networks that would be exported, in which only fossilized seeds act."""
+        """Return (R,) the metric and the loss of the networks that would be exported, in which only fossilized seeds act."""
         kept = exported(seeds)
         metric = self.process.metric(self.draw, self.step, kept, doses(kept).astype(np.float64))
         return metric, 1 - metric
@@ -170,7 +170,7 @@ class FormulaPopulation:
         self.draw = Draw(instance % self.process.kinds, key(self.config.seed, Purpose.INSTANCE, instance, episode))
 
     def _trained(self, seeds: Seeds, metric: Floats) -> TrainedFigures:
-        """Figures of training, which fall as a network and its seeds learn."""
+        """Compute figures of training, which fall as a network and its seeds learn."""
         steps = trained_steps(seeds)
         training = (steps > 0) & ~seeds.doomed
         owners = tuple((slot, np.flatnonzero(training[:, slot])) for slot in range(training.shape[1]))
@@ -201,7 +201,7 @@ class _Kept:
 
 
 def trained_steps(seeds: Seeds) -> Ints:
-    """(R, S) number of steps in which each seed was trained: its life less the step of germination and doomed steps."""
+    """Count the steps in which each seed was trained, (R, S): its life less the step of germination and the doomed steps."""
     frozen = 1 + np.where(seeds.doomed, seeds.age, 0)
     steps: Ints = np.maximum(seeds.life.astype(np.int64) - frozen, 0)
     return steps

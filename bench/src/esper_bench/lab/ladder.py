@@ -111,8 +111,9 @@ def _process(
 
 
 def _one_place(name: str, meaning: str, slots: int, blueprints: int, *, told: bool = False, **settings: Any) -> Rung:
-    """One slot is right, and its participation tells which. told: a sensor tells which blueprint is right, another one in each
-    kind; otherwise it is the same in all.
+    """Make a rung on which one slot is right, and its participation tells which.
+
+    told: a sensor tells which blueprint is right, another one in each kind; otherwise it is the same in all.
     """
     usual = min(4, blueprints - 1)
     kinds = slots * blueprints if told else slots
@@ -140,7 +141,7 @@ def _one_place(name: str, meaning: str, slots: int, blueprints: int, *, told: bo
 
 
 def _menu() -> Rung:
-    """The rung `blueprint`, whose last blueprint is not in the menu of the training, where a second-best one must do."""
+    """Make the rung `blueprint` with a menu that lacks the last blueprint in training, where a second-best one must do."""
     meaning = "which of 7 blueprints, one of which was not in the menu of the training"
     rung = _one_place("menu", meaning, 6, 7, told=True)
     process = rung.process
@@ -148,7 +149,7 @@ def _menu() -> Rung:
 
 
 def _pair(slots: int = 6) -> Rung:
-    """Two slots are right. Each alone restores 15 %, both together all."""
+    """Make a rung on which two slots are right. Each alone restores 15 %, both together all."""
     pairs = np.array(list(itertools.combinations(range(slots), 2)))
 
     def worth(kind: Ints, seeds: Seeds, dose: Floats) -> Floats:
@@ -169,7 +170,7 @@ def _pair(slots: int = 6) -> Rung:
 
 
 def _bait(slots: int = 6) -> Rung:
-    """A seed at one slot pays at once and costs twice as much from its sixth step on; one at another slot ripens to the end."""
+    """Make a rung whose bait pays at once and costs twice as much from its sixth step on; the right seed ripens to the end."""
     pairs = np.array(list(itertools.permutations(range(slots), 2)))  # the right slot and the bait
 
     def worth(kind: Ints, seeds: Seeds, dose: Floats) -> Floats:
@@ -197,7 +198,7 @@ def _bait(slots: int = 6) -> Rung:
 
 
 def _incubation(slots: int = 6) -> Rung:
-    """Nothing tells the right slot but the gain that a seed there is measured to have while it incubates."""
+    """Make a rung on which only the gain of a seed that incubates at the right slot tells that slot."""
 
     def worth(kind: Ints, seeds: Seeds, dose: Floats) -> Floats:
         here = np.arange(slots) == kind[:, None]
@@ -273,7 +274,7 @@ class Planned(Controller):
 
 @cache
 def optimum(name: str) -> tuple[float, ...]:
-    """The best return of each kind of problem of a rung, by playing all of its plans at every tempo and target."""
+    """Compute the best return of each kind of problem of a rung, by playing all of its plans at every tempo and target."""
     process, best = RUNGS[name].process, []
     for kind in range(process.kinds):
         plans, earned = RUNGS[name].plans(kind), [0.0]
@@ -287,7 +288,7 @@ def optimum(name: str) -> tuple[float, ...]:
 
 
 def score(name: str, policy: Policy, seed: int) -> float:
-    """Sum of the returns of the greedy policy / that of the optimum, on problems that it was not trained on."""
+    """Divide the returns of the greedy policy by those of the optimum, summed over problems that it was not trained on."""
     sandbox = Sandbox(RUNGS[name].process, {"seed": seed + OTHER})
     earned = play(sandbox, Learned(policy))
     best = np.array(optimum(name))[sandbox.space.instance % RUNGS[name].process.kinds]

@@ -124,7 +124,7 @@ LIFT[4, 1] = (0.02, 0.38)
 
 
 def _grown(draw: Draw, step: int, seeds: Seeds, dose: Floats) -> Floats:
-    """metric = c + (TOP - CHANCE) * learnt(step) * product over slots of (1 - need + lift * dose * learnt(trained)).
+    """Compute the metric c + (TOP - CHANCE) * learnt(step) * product over slots of (1 - need + lift * dose * learnt(trained)).
 
     learnt(t) = 1 - exp(-t / time constant), where a host is one step old when the episode begins; c is CHANCE, varied by
     up to .02 from episode to episode. The slots lie one after the other, so two bottlenecks must both be repaired.
@@ -139,7 +139,7 @@ def _grown(draw: Draw, step: int, seeds: Seeds, dose: Floats) -> Floats:
 
 
 def _grown_sensors(draw: Draw) -> tuple[Floats, Floats]:
-    """Participation is low where signal is lost; a sensor is high where its blueprint would repair the loss."""
+    """Compute the participation, low where signal is lost, and sensors, high where their blueprint would repair the loss."""
     index = np.arange(NEED.shape[1])
     jitter = 0.9 + 0.2 * uniform(key(draw.key[:, None, None], index[:, None], np.arange(3)))
     thin, helps = NEED[draw.kind] > 0, LIFT[draw.kind] > 0.1
