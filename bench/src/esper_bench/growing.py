@@ -52,7 +52,7 @@ KEYS: Mapping[str, range] = MappingProxyType(
 
 
 class _Draw(IntEnum):
-    """Names of the draws of a key, beside those of its problem. The values are part of keys."""
+    """Names the draws of a key, beside those of its problem. The values are part of keys."""
 
     WIDTH = 200
     HIDDEN = 201
@@ -107,7 +107,7 @@ def sample(key: int) -> Instance:
 
 
 def grow_unknown() -> Mixture:
-    """Networks with blocks of unequal width that train from scratch, to be stopped at an unknown compute."""
+    """Sample networks with blocks of unequal width that train from scratch, to be stopped at an unknown compute."""
     room = room_for(MLP(INPUTS, max(WIDTHS), (max(HIDDEN),) * BLOCKS, CLASSES), outputs=CLASSES)
     return Mixture(
         name="grow-unknown",
@@ -174,7 +174,7 @@ class AtStops:
         self.config = config
 
     def __call__(self, outcome: Outcome) -> Components:
-        """Components of the step, each (E,)."""
+        """Return the components of the step, each (E,)."""
         return at_stop(outcome, outcome.before.metric, self.config)
 
 

@@ -63,7 +63,7 @@ def repair_tables() -> Mixture:
 
 
 def sample(key: int) -> Instance:
-    """The instance of a key, without its test split. InputError for a key outside `repair.RANGES`."""
+    """Return the instance of a key, without its test split. InputError for a key outside `repair.RANGES`."""
     facts = describe(key)
     task = _table(facts.family)
     train, probe, validation = (_read(task, part) for part in ("train", "probe", "validation"))
@@ -71,7 +71,7 @@ def sample(key: int) -> Instance:
 
 
 def describe(key: int) -> Facts:
-    """What a key stands for. InputError for a key outside `repair.RANGES`."""
+    """Return what a key stands for. InputError for a key outside `repair.RANGES`."""
     damaged = repair.describe(key)
     drawn = keys.uniform(keys.key(keys.Purpose.INSTANCE, key, _DRAW))[0]
     name = TABLES[int(drawn * len(TABLES))]
@@ -90,7 +90,7 @@ def _features(task: Task) -> int:
 
 
 def _read(task: Task, part: str) -> Split:
-    """A split as hosts read it: the features are standardized, because rows of a mixture share no scaling."""
+    """Return a split as hosts read it: the features are standardized, because rows of a mixture share no scaling."""
     split: Split | None = getattr(task, part)
     assert split is not None
     return Split(task.read(split.x), split.y)

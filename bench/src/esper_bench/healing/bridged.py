@@ -30,7 +30,7 @@ class Bridged(nn.Sequential):
         self.register_buffer("skip", torch.full((1, 1), float(skip)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, ...) -> (B, ...), or (E, B, D) -> (E, B, D)."""
+        """Return (B, ...) -> (B, ...), or (E, B, D) -> (E, B, D)."""
         h = x
         for module in self:
             h = module(h)
@@ -71,7 +71,7 @@ class BridgedMLP:
             check_bool(called, name, getattr(self, name))
 
     def __call__(self) -> SegmentedHost:
-        """A freshly drawn host."""
+        """Build a host with freshly drawn weights."""
         host = self._plain()()
         for k, skip in enumerate(self.skips):
             block = host.segments[k + 1]
@@ -92,7 +92,7 @@ class BridgedMLP:
         return host
 
     def plain(self, parameters: int) -> MLP:
-        """The network of the same depth without skips, of the smallest width with at least `parameters` parameters."""
+        """Return the network of the same depth without skips, of the smallest width with at least `parameters` parameters."""
         return self._plain().plain(parameters)
 
     def _plain(self) -> MLP:
@@ -138,7 +138,7 @@ class BridgedCNN(HostFactory):
         check_bool(self.called, "frozen", self.frozen)
 
     def __call__(self) -> SegmentedHost:
-        """A freshly drawn host."""
+        """Build a host with freshly drawn weights."""
         reads, width = self.inputs[0], self.width
         embed = nn.Sequential(conv(reads, width, 3, variance=1 / (9 * reads)), nn.MaxPool2d(2))
         blocks = [
@@ -159,7 +159,7 @@ class BridgedCNN(HostFactory):
         return host
 
     def _even(self, width: int) -> Self:
-        """The network of the same depth and of this width throughout, without skips."""
+        """Return the network of the same depth and of this width throughout, without skips."""
         blocks = len(self.hidden)
         return replace(self, width=width, hidden=(width,) * blocks, skips=(False,) * blocks, frozen=False)
 

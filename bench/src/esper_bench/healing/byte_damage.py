@@ -30,7 +30,7 @@ class Half(StrEnum):
 
 
 def half_of(damage: Damage, segment: int) -> Half:
-    """The half of a layer that is damaged, each as probable as the others."""
+    """Draw the half of a layer that is damaged; each half and both are equally probable."""
     return list(Half)[int(3 * damage.uniform(DamageDraw.HALVES, segment)[0])]
 
 
@@ -71,7 +71,7 @@ def prune_layer(layer: TransformerBlock, half: Half, damage: Damage, index: int)
 
 
 def damage_text(split: Split, damage: Damage, common: Sequence[int]) -> Split:
-    """Windows x (N, L) and the symbols behind y (N, L) in the damaged world; the split itself where the text is sound.
+    """Return windows x and the symbols behind y, both (N, L), in the damaged world; the split itself where the text is sound.
 
     Damage of the input changes x alone, and damage of the labels y alone.
     """
@@ -83,7 +83,7 @@ def damage_text(split: Split, damage: Damage, common: Sequence[int]) -> Split:
 
 
 def symbol_map(damage: Damage, common: Sequence[int]) -> list[int]:
-    """The symbol that takes the place of each. `common` are all symbols, the most frequent first.
+    """Draw the symbol that takes the place of each. `common` are all symbols, the most frequent first.
 
     In the input, 4 to 16 of the COMMON symbols move around a ring; in the output, 1 to 4 pairs of them are exchanged.
     """
@@ -103,12 +103,12 @@ def symbol_map(damage: Damage, common: Sequence[int]) -> list[int]:
 
 
 def _lasts(layer: TransformerBlock, half: Half) -> list[torch.nn.Linear]:
-    """The maps through which the halves of a layer return to the stream."""
+    """List the maps through which a half of a layer, or both halves, return to the stream."""
     return [part for name, part in ((Half.HIDDEN, layer.attention.out), (Half.ATTENTION, layer.out)) if half != name]
 
 
 def _weights(layer: TransformerBlock, half: Half) -> Iterator[tuple[int, Tensor]]:
-    """The weights of a half of a layer, with numbers that tell them apart."""
+    """Yield the weights of a half of a layer, or of both, with numbers that tell them apart."""
     if half != Half.HIDDEN:
         yield from ((0, layer.attention.read.weight), (1, layer.attention.out.weight))
     if half != Half.ATTENTION:

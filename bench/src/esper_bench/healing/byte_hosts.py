@@ -35,7 +35,7 @@ RECIPE = 2
 
 
 def trained_weights(number: int) -> Weights:
-    """Parameters of the trained host of a number, by name, float32. They are read from the cache, or trained and written to it.
+    """Read the parameters of a number's trained host, by name, float32, from the cache, or train its group and write it there.
 
     InputError if the file of the cache is damaged.
     """
@@ -46,7 +46,7 @@ def trained_weights(number: int) -> Weights:
 
 
 def cache_folder() -> Path:
-    """The folder of the trained hosts: heal-bytes-<recipe>-<digest of the text> in the cache folder of Esper."""
+    """Return the folder of the trained hosts: heal-bytes-<recipe>-<digest of the text> in the cache folder of Esper."""
     return healing_hosts.cache_folder().parent / f"heal-bytes-{RECIPE}-{digest()}"
 
 
@@ -79,7 +79,7 @@ def train_group(numbers: Sequence[int], updates: int = UPDATES) -> Weights:
 
 
 def bits(host: SegmentedHost, number: int, part: Part = Part.VALIDATION, count: int = 256) -> float:
-    """Bits that a byte of a part takes under a host, over `count` windows that the number draws."""
+    """Measure the bits that a byte of a part takes under a host, over `count` windows that the number draws."""
     x, y = windows(part, number, -1, np.arange(count))
     objective = NextByte(HOST.vocabulary)
     with torch.no_grad():

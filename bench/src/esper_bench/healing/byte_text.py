@@ -31,7 +31,7 @@ Symbols = NDArray[np.uint8]
 
 @lru_cache(maxsize=1)
 def texts() -> dict[Part, Symbols]:
-    """The symbols of every part, (N,) uint8. A hash of its name decides which part a file belongs to.
+    """Read the symbols of every part, (N,) uint8. A hash of its name decides which part a file belongs to.
 
     InputError if the sources of this Python's standard library are not files.
     """
@@ -55,17 +55,17 @@ def texts() -> dict[Part, Symbols]:
 
 @lru_cache(maxsize=1)
 def digest() -> str:
-    """Eight hexadecimal digits of the text that hosts are trained on, which another version of Python changes."""
+    """Compute eight hexadecimal digits of a hash of the text that hosts are trained on, which another Python changes."""
     return hashlib.sha256(texts()[Part.HOST].tobytes()).hexdigest()[:8]
 
 
 def common() -> list[int]:
-    """All symbols, the most frequent of the text that hosts are trained on first."""
+    """List all symbols, the most frequent one of the text that hosts are trained on first."""
     return np.bincount(texts()[Part.HOST], minlength=len(SYMBOLS)).argsort(kind="stable")[::-1].tolist()
 
 
 def windows(part: Part, number: int, *indices: int | NDArray[np.int64]) -> Split:
-    """Windows of a part at places that a number and indices draw: x (..., L) int64, and y of the same shape, the symbols behind.
+    """Draw windows of a part by a number and indices: x (..., L) int64, and y of the same shape, the symbols behind.
 
     indices: integer arrays, which broadcast to (...). Windows may overlap.
     """

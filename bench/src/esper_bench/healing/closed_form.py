@@ -66,7 +66,7 @@ def correct(damaged: nn.Module, intact: nn.Module, x: Batch, budget: int) -> int
 
 
 def correction(damaged: Map, intact: Map, x: Tensor) -> Correction:
-    """The corrections of a map for the inputs x (N, I), of every rank at once.
+    """Compute the corrections of a map for the inputs x (N, I), of every rank at once.
 
         E = [W - W', b - b'],   C = [x, 1]' [x, 1] / N,   E C E' = U S^2 U',   correction of rank r: U_r U_r' E
 
@@ -84,7 +84,7 @@ def correction(damaged: Map, intact: Map, x: Tensor) -> Correction:
 
 
 def _affine(layer: Map) -> Tensor:
-    """(O, I + 1) weight and bias in double precision; (O, I) without a bias."""
+    """Join weight and bias in double precision, (O, I + 1); (O, I) without a bias."""
     weight = layer.weight.double().flatten(1)
     return weight if layer.bias is None else torch.cat([weight, layer.bias.double()[:, None]], 1)
 
@@ -99,7 +99,7 @@ def _maps(network: nn.Module) -> dict[str, Map]:
 
 
 def _rows(layer: Map, x: Tensor) -> Tensor:
-    """What a layer multiplies by its weight, (N, I): features of every position, or patches of every map."""
+    """Return what a layer multiplies by its weight, (N, I): features of every position, or patches of every map."""
     if isinstance(layer, nn.Linear):
         return x.flatten(0, -2)
     assert layer.groups == 1, layer
@@ -110,7 +110,7 @@ def _rows(layer: Map, x: Tensor) -> Tensor:
 
 
 def _inputs(network: nn.Module, x: Batch) -> dict[str, Tensor]:
-    """What each map reads (N, I) when the network computes x."""
+    """Record what each map reads, (N, I), when the network computes x."""
     seen: dict[str, Tensor] = {}
     hooks = [
         layer.register_forward_pre_hook(lambda own, given, name=name: seen.update({name: _rows(own, given[0])}))

@@ -92,7 +92,7 @@ _OUTSIDE_BLOCKS = (DamageKind.NOISE, DamageKind.QUANTISED, DamageKind.TERNARY)
 
 
 class DamageDraw(StrEnum):
-    """Names of the draws of a damage. Their order is part of keys."""
+    """Names the draws of a damage. Their order is part of keys."""
 
     KIND = "kind"
     COUNT = "count"
@@ -131,7 +131,7 @@ class Damage:
     key: int
 
     def uniform(self, draw: "DamageDraw", *indices: int | NDArray[np.int64]) -> NDArray[np.float64]:
-        """Draws in [0, 1) for this damage; integer arrays broadcast."""
+        """Draw numbers in [0, 1) for this damage; integer arrays broadcast."""
         return _uniform(self.key, draw, *indices)
 
 
@@ -141,7 +141,7 @@ def draw_damage(
     two_sites: float = TWO_SITES,
     probabilities: Mapping[DamageKind, float] = PROBABILITIES,
 ) -> Damage:
-    """The damage of a key, for a host of `blocks` blocks. `two_sites` is the probability of two damaged segments."""
+    """Draw the damage of a key, for a host of `blocks` blocks. `two_sites` is the probability of two damaged segments."""
 
     def once(draw: DamageDraw) -> float:
         return float(_uniform(key, draw)[0])
@@ -201,7 +201,7 @@ def damage_host(host: SegmentedHost, damage: Damage) -> None:
 
 
 def damage_split(split: Split, damage: Damage, classes: int) -> Split:
-    """The examples and labels y (N,) of a split in the damaged world; the split itself where the data are sound.
+    """Damage the examples and labels y (N,) of a split; return the split itself where the data are sound.
 
     Examples are features x (N, D), or images (N, C, H, W), of which the lines of pixels H are damaged as features are.
     """
@@ -217,14 +217,14 @@ def damage_split(split: Split, damage: Damage, classes: int) -> Split:
 
 
 def input_group(damage: Damage, inputs: int) -> list[int]:
-    """The inputs, or the lines of an image, that are dead, flipped or rescaled: 15 to 50 % of them, in order."""
+    """Draw the inputs, or the lines of an image, that are dead, flipped or rescaled: 15 to 50 % of them, in order."""
     share = 0.15 + 0.35 * float(damage.uniform(DamageDraw.GROUP, 0)[0])
     order = damage.uniform(DamageDraw.GROUP, 1, np.arange(inputs)).argsort()
     return sorted(order[: max(1, int(share * inputs))].tolist())
 
 
 def label_map(damage: Damage, classes: int) -> list[int]:
-    """The label that takes the place of each class: one pair of classes is exchanged, or in half of the draws two pairs."""
+    """Draw the label that takes the place of each class: one pair of classes is exchanged, or in half of the draws two pairs."""
     order = damage.uniform(DamageDraw.CLASSES, 0, np.arange(classes)).argsort().tolist()
     pairs = 2 if classes >= 4 and damage.uniform(DamageDraw.CLASSES, 1)[0] < 0.5 else 1
     labels = list(range(classes))
@@ -257,14 +257,14 @@ def remove_block(block: nn.Module) -> None:
 
 
 def low_rank(weight: Tensor, rank: int) -> Tensor:
-    """The matrix of a rank that is nearest to a weight (O, I) in squared error (Eckart and Young, 1936)."""
+    """Return the matrix of a rank that is nearest to a weight (O, I) in squared error (Eckart and Young, 1936)."""
     u, s, v = torch.linalg.svd(weight.double(), full_matrices=False)
     nearest: Tensor = (u[:, :rank] * s[:rank]) @ v[:rank]
     return nearest.to(weight.dtype)
 
 
 def quantised(weight: Tensor, bits: int) -> Tensor:
-    """A weight (O, I) rounded to 2^bits - 1 evenly spaced values for each output, symmetric around 0, the largest one kept."""
+    """Round a weight (O, I) to 2^bits - 1 evenly spaced values for each output, symmetric around 0, the largest one kept."""
     levels = 2 ** (bits - 1) - 1
     step = weight.abs().amax(1, keepdim=True).clamp_min(1e-8) / levels
     rounded: Tensor = (weight / step).round().clamp(-levels, levels) * step
@@ -272,13 +272,13 @@ def quantised(weight: Tensor, bits: int) -> Tensor:
 
 
 def unstructured(weight: Tensor, share: float) -> Tensor:
-    """A weight (O, I) of which a share of the entries, the smallest ones, is 0."""
+    """Set a share of the entries of a weight (O, I), the smallest ones, to 0."""
     smallest = weight.abs().flatten().argsort()[: round(share * weight.numel())]
     return weight.flatten().index_fill(0, smallest, 0.0).view_as(weight)
 
 
 def ternary(weight: Tensor) -> Tensor:
-    """A weight (O, I) rounded to -s, 0 and s, with one s for each output: the mean magnitude of the weights that stay.
+    """Round a weight (O, I) to -s, 0 and s, with one s for each output: the mean magnitude of the weights that stay.
 
     Weights of exactly 0 are not counted in the threshold, because padding and pruned units are 0.
     """
@@ -291,7 +291,7 @@ def ternary(weight: Tensor) -> Tensor:
 
 
 def weight_change(damage: Damage, index: int) -> Callable[[Tensor, int], Tensor]:
-    """From a weight (O, I) of a segment, and its number there, to the damaged weight; for a kind that changes weights."""
+    """Return the function of a weight (O, I) of a segment and its number there that damages it, for kinds that change weights."""
     match damage.kind:
         case DamageKind.LOW_RANK:
             return lambda weight, _: low_rank(weight, int(damage.severity))
@@ -329,7 +329,7 @@ def weight_change(damage: Damage, index: int) -> Callable[[Tensor, int], Tensor]
 
 
 def _normal(damage: Damage, index: int, number: int, like: Tensor) -> Tensor:
-    """Standard normal draws of a shape: sqrt(-2 ln(1 - u)) cos(2 pi v), after Box and Muller, 1958."""
+    """Draw standard normal numbers of a shape: sqrt(-2 ln(1 - u)) cos(2 pi v), after Box and Muller, 1958."""
     place = np.arange(like.numel()).reshape(like.shape)
     u, v = (damage.uniform(DamageDraw.WEIGHT_NOISE, index, number, part, place) for part in (0, 1))
     return torch.from_numpy(np.sqrt(-2 * np.log1p(-u)) * np.cos(2 * math.pi * v)).to(like.dtype)

@@ -65,7 +65,7 @@ HEALING = 128
 
 
 class Draw(IntEnum):
-    """Names of the draws of a host and its problem. The values are part of keys."""
+    """Names the draws of a host and its problem. The values are part of keys."""
 
     FAMILY = 100
     SKIP = 101
@@ -110,18 +110,18 @@ class Problem:
     detail: float
 
     def uniform(self, draw: Draw, *indices: int | NDArray[np.int64]) -> Floats:
-        """Draws in [0, 1); integer arrays broadcast."""
+        """Draw numbers in [0, 1); integer arrays broadcast."""
         return uniform(self.number, draw, *indices)
 
     def normal(self, draw: Draw, part: int, *shape: int) -> Floats:
-        """Standard normal draws: sqrt(-2 ln(1 - u)) cos(2 pi v), after Box and Muller, 1958."""
+        """Draw standard normal numbers: sqrt(-2 ln(1 - u)) cos(2 pi v), after Box and Muller, 1958."""
         index = np.arange(math.prod(shape)).reshape(shape)
         u, v = (self.uniform(draw, part, half, index) for half in (0, 1))
         return np.asarray(np.sqrt(-2 * np.log1p(-u)) * np.cos(2 * math.pi * v))
 
 
 def problem(number: int, families: Mapping[str, float] = FAMILIES) -> Problem:
-    """The problem of a host's number, of one of the families with these probabilities."""
+    """Draw the problem of a host's number, of one of the families with these probabilities."""
 
     def once(draw: Draw) -> float:
         return float(uniform(number, draw)[0])
@@ -147,25 +147,25 @@ def problem(number: int, families: Mapping[str, float] = FAMILIES) -> Problem:
 
 
 def examples(of: Problem, part: Part, count: int | None = None) -> Split:
-    """The first `count` examples of a part, or all: x (N, D) in torch's default dtype and y (N,) int64. It shares no storage."""
+    """Return copies of the first `count` examples of a part, or all: x (N, D) in torch's default dtype and y (N,) int64."""
     x, y = _GENERATORS[of.family](of, part, SIZES[part])
     x, y = x[:count], y[:count]
     return Split(torch.from_numpy(x).to(torch.get_default_dtype(), copy=True), torch.from_numpy(y.astype(np.int64)))
 
 
 def uniform(number: int, draw: Draw, *indices: int | NDArray[np.int64]) -> Floats:
-    """Draws in [0, 1) of a host's number; integer arrays broadcast."""
+    """Draw numbers in [0, 1) for a host's number; integer arrays broadcast."""
     return keys.uniform(keys.key(keys.Purpose.HEALING, number, draw, *indices))
 
 
 def one_of(choices: Sequence[Choice], u: float) -> Choice:
-    """The choice at the share u in [0, 1) of a sequence."""
+    """Choose the entry of a sequence at the share u in [0, 1) of its length."""
     return choices[int(u * len(choices))]
 
 
 @lru_cache(maxsize=2)
 def digit_pools(exchanged: bool = False) -> tuple[tuple[Floats, Labels], ...]:
-    """Five disjoint sets of digits, for HOST to TEST: pixels (N, 64) and digits (N,).
+    """Split the digits into five disjoint sets, for HOST to TEST: pixels (N, 64) and digits (N,).
 
     Pixels are (pixel - mean) / PIXEL_SCALE, with the mean of each pixel over the first set. The sets are the same for all
     hosts of a part of the keys, so no digit on which a host was trained is in the probe or test split of any instance there.
@@ -193,7 +193,7 @@ def _digits(of: Problem, part: Part, count: int) -> tuple[Floats, Labels]:
 
 
 def _clusters(of: Problem, part: Part, count: int) -> tuple[Floats, Labels]:
-    """Normal clusters around distinct corners of a cube of INFORMATIVE dimensions, turned into D dimensions."""
+    """Draw normal clusters around distinct corners of a cube of INFORMATIVE dimensions, turned into D dimensions."""
     groups = of.classes * int(of.detail)
     corners = of.uniform(Draw.CENTERS, 0, np.arange(2**INFORMATIVE)).argsort()[:groups]
     centers = np.zeros((groups, of.inputs))
@@ -205,7 +205,7 @@ def _clusters(of: Problem, part: Part, count: int) -> tuple[Floats, Labels]:
 
 
 def _teacher(of: Problem, part: Part, count: int) -> tuple[Floats, Labels]:
-    """y = argmax_c (z_c - mean_c) / deviation_c,   z = tanh(x W) V, with mean and deviation over the REFERENCE inputs."""
+    """Draw y = argmax_c (z_c - mean_c) / deviation_c,   z = tanh(x W) V, with mean and deviation over the REFERENCE inputs."""
     first = of.normal(Draw.FIRST_MAP, 0, of.inputs, TEACHER_UNITS) * (1.5 / math.sqrt(of.inputs))
     second = of.normal(Draw.SECOND_MAP, 0, TEACHER_UNITS, of.classes)
 
@@ -219,7 +219,7 @@ def _teacher(of: Problem, part: Part, count: int) -> tuple[Floats, Labels]:
 
 
 def _spiral(of: Problem, part: Part, count: int) -> tuple[Floats, Labels]:
-    """t = .15 + .85 u,   angle = 2 pi (turns t + y / C),   points t (cos angle, sin angle)."""
+    """Draw points t (cos angle, sin angle) of spirals:   t = .15 + .85 u,   angle = 2 pi (turns t + y / C)."""
     y = _labels(of, part, count)
     t = 0.15 + 0.85 * of.uniform(Draw.INPUT, part, np.arange(count))
     angle = 2 * math.pi * (of.detail * t + y / of.classes)
@@ -227,7 +227,7 @@ def _spiral(of: Problem, part: Part, count: int) -> tuple[Floats, Labels]:
 
 
 def _rings(of: Problem, part: Part, count: int) -> tuple[Floats, Labels]:
-    """Concentric rings of radius (y + 1) / C."""
+    """Draw points of concentric rings of radius (y + 1) / C."""
     y = _labels(of, part, count)
     angle = 2 * math.pi * of.uniform(Draw.INPUT, part, np.arange(count))
     radius = (y + 1) / of.classes
@@ -235,13 +235,13 @@ def _rings(of: Problem, part: Part, count: int) -> tuple[Floats, Labels]:
 
 
 def _checker(of: Problem, part: Part, count: int) -> tuple[Floats, Labels]:
-    """y = (floor(k u_1) + floor(k u_2)) mod 2, with k = detail squares in a row, points 2 u - 1."""
+    """Draw points 2 u - 1 of a checkerboard:   y = (floor(k u_1) + floor(k u_2)) mod 2, with k = detail squares in a row."""
     u = of.uniform(Draw.INPUT, part, np.arange(2 * count).reshape(count, 2))
     return _waves(of, part, 2 * u - 1), np.floor(u * of.detail).sum(1).astype(np.int64) % 2
 
 
 def _waves(of: Problem, part: Part, points: Floats) -> Floats:
-    """x = 1.3 sin(2 p R + phase): WAVES features of points p (N, 2) in the plane, with noise on the points."""
+    """Turn points p (N, 2) in the plane, with noise on them, into WAVES features:   x = 1.3 sin(2 p R + phase)."""
     points = points + of.noise * of.normal(Draw.FEATURE_NOISE, part, *points.shape)
     directions = of.normal(Draw.FIRST_MAP, 0, 2, of.inputs)
     phase = 2 * math.pi * of.uniform(Draw.PHASE, np.arange(of.inputs))

@@ -41,7 +41,7 @@ class Repair(NamedTuple):
 
 
 def sites_of(host: SegmentedHost) -> dict[str, Site]:
-    """The slots of a host as sites of the segments in front of them, by name."""
+    """Return the slots of a host as sites of the segments in front of them, by name."""
     found = {}
     for slot in host.slots:
         segment = f"segments.{slot.after}"

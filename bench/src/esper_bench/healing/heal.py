@@ -134,7 +134,7 @@ class DamagedHost:
         return replace(sound, skips=skips, frozen=self.frozen)
 
     def __call__(self) -> SegmentedHost:
-        """A copy of the damaged host."""
+        """Return a copy of the damaged host."""
         host = trained_host(self.number, self.architecture, self.hosts)
         damage_host(host, self.damage)
         if self.redrawn:
@@ -142,7 +142,7 @@ class DamagedHost:
         return host
 
     def plain(self, parameters: int) -> MLP | BridgedCNN:
-        """A factory of untrained plain networks with at least `parameters` parameters."""
+        """Return a factory of untrained plain networks with at least `parameters` parameters."""
         return self.architecture.plain(parameters)
 
 
@@ -166,11 +166,11 @@ class CorrectedHost:
         return self._damaged.architecture
 
     def __call__(self) -> SegmentedHost:
-        """A copy of the corrected host."""
+        """Return a copy of the corrected host."""
         return self.corrected()[0]
 
     def corrected(self) -> tuple[SegmentedHost, int]:
-        """A copy of the corrected host, and the parameters that its corrections would store."""
+        """Return a copy of the corrected host, and the parameters that its corrections would store."""
         host, damage = self._damaged(), self.facts.damage
         if damage.kind == DamageKind.REMOVED:
             return host, 0
@@ -179,7 +179,7 @@ class CorrectedHost:
         return host, correct(host, trained_host(self.facts.number, of=self.facts.hosts), x, budget)
 
     def plain(self, parameters: int) -> MLP | BridgedCNN:
-        """A factory of untrained plain networks with at least `parameters` parameters."""
+        """Return a factory of untrained plain networks with at least `parameters` parameters."""
         return self.architecture.plain(parameters)
 
     @property
@@ -188,7 +188,7 @@ class CorrectedHost:
 
 
 def heal(hosts: HostSet = VECTORS) -> Mixture:
-    """Trained and damaged networks with 128 examples to heal on. The host is frozen, so only seeds train.
+    """Make the mixture of trained and damaged networks with 128 examples to heal on. The host is frozen, so only seeds train.
 
     A host has five blocks on a stream of 16, 20 or 24 features, and a slot behind each block. It was trained on 900 examples of
     scikit-learn's digits or of one of five synthetic families, and was sound before the damage. Two thirds of the hosts are
@@ -206,7 +206,7 @@ def heal(hosts: HostSet = VECTORS) -> Mixture:
 
 
 def heal_taught(hosts: HostSet = VECTORS) -> Mixture:
-    """The instances of `heal` with the intact networks, so that `drift` is measured: what each slot lost by the damage."""
+    """Make `heal` with the intact networks, so that `drift` is measured: what each slot lost by the damage."""
 
     def intact(key: int) -> tuple[nn.Module, Batch]:
         facts = describe(key, hosts)
@@ -217,12 +217,12 @@ def heal_taught(hosts: HostSet = VECTORS) -> Mixture:
 
 
 def heal_unfrozen(hosts: HostSet = VECTORS) -> Mixture:
-    """The instances of `heal` with hosts that train: the controller `never` is full fine-tuning of the damaged host."""
+    """Make `heal` with hosts that train: the controller `never` is full fine-tuning of the damaged host."""
     return _mixture(hosts, "-unfrozen", UNFROZEN, hosts.rates[1], _damaged(frozen=False), frozen=False)
 
 
 def heal_redrawn(hosts: HostSet = VECTORS) -> Mixture:
-    """The instances of `heal-unfrozen` with dead units drawn anew, which have no gradient otherwise."""
+    """Make `heal-unfrozen` with dead units drawn anew, which have no gradient otherwise."""
 
     def redrawn(facts: Facts) -> DamagedHost:
         return DamagedHost(facts.number, facts.damage, frozen=False, hosts=facts.hosts, redrawn=True)
@@ -231,12 +231,12 @@ def heal_redrawn(hosts: HostSet = VECTORS) -> Mixture:
 
 
 def heal_scratch(hosts: HostSet = VECTORS) -> Mixture:
-    """The instances of `heal` with hosts that are drawn afresh: the controller `never` is training from scratch."""
+    """Make `heal` with hosts that are drawn afresh: the controller `never` is training from scratch."""
     return _mixture(hosts, "-scratch", SCRATCH, hosts.rates[2], lambda facts: facts.architecture, frozen=False)
 
 
 def heal_eora(hosts: HostSet = VECTORS, cap: float | None = None) -> Mixture:
-    """The instances of `heal` with hosts that are corrected in closed form: the controller `never` is that correction alone.
+    """Make `heal` with hosts that are corrected in closed form: the controller `never` is that correction alone.
 
     `cap` is the share of the host's parameters that the corrections may have; None takes that of seeds. They are part of the host
     and pay no rent.
@@ -248,7 +248,7 @@ def heal_eora(hosts: HostSet = VECTORS, cap: float | None = None) -> Mixture:
 def with_intact(
     sample: Callable[[int], Instance], intact: Callable[[int], tuple[nn.Module, Batch]]
 ) -> Callable[[int], Instance]:
-    """From keys to instances that have an intact network, and inputs (N, ...) of it; `intact` returns those of a key."""
+    """Add to the instances of `sample` an intact network and inputs (N, ...) of it, which `intact` returns for a key."""
     return lambda key: sample(key)._replace(intact=partial(intact, key))
 
 
@@ -289,7 +289,7 @@ def _mixture(hosts: HostSet, suffix: str, summary: str, lr: float, host: Build, 
 
 
 def trained_host(number: int, architecture: BridgedHost | None = None, of: HostSet = VECTORS) -> SegmentedHost:
-    """The trained host of a number, as an architecture where it is given."""
+    """Build the trained host of a number, as an architecture where it is given."""
     host = (architecture or of.architecture(number))()
     with torch.no_grad():
         for name, value in trained_weights(number, of).items():
@@ -298,7 +298,7 @@ def trained_host(number: int, architecture: BridgedHost | None = None, of: HostS
 
 
 def describe(key: int, of: HostSet = VECTORS) -> Facts:
-    """What a key stands for. InputError for a key outside those of the set."""
+    """Return what a key stands for. InputError for a key outside those of the set."""
     ranges = of.keys or KEYS
     for keys in ranges.values():
         if key in keys:
@@ -311,6 +311,6 @@ def describe(key: int, of: HostSet = VECTORS) -> Facts:
 
 
 def split_of(facts: Facts, part: Part) -> Split:
-    """The examples of a part in the damaged world, the first HEALING of those that the host was trained on."""
+    """Return the examples of a part in the damaged world; of those that the host was trained on, the first HEALING."""
     count = HEALING if part == Part.HOST else None
     return damage_split(facts.hosts.examples(facts.problem, part, count), facts.damage, facts.problem.classes)

@@ -90,13 +90,13 @@ class DamagedTransformer:
         return replace(HOST, frozen=self.frozen)
 
     def __call__(self) -> SegmentedHost:
-        """A copy of the damaged host."""
+        """Return a copy of the damaged host."""
         host = trained_host(self.number, self.architecture)
         damage_transformer(host, self.damage)
         return host
 
     def plain(self, parameters: int) -> Transformer:
-        """A factory of untrained transformers with at least `parameters` parameters."""
+        """Return a factory of untrained transformers with at least `parameters` parameters."""
         return HOST.plain(parameters)
 
 
@@ -120,19 +120,19 @@ class CorrectedTransformer:
         return replace(HOST, frozen=True)
 
     def __call__(self) -> SegmentedHost:
-        """A copy of the corrected host."""
+        """Return a copy of the corrected host."""
         host = DamagedTransformer(self.facts.number, self.facts.damage, frozen=True)()
         budget = int(self.cap * sum(parameter.numel() for parameter in host.parameters()))
         correct(host, trained_host(self.facts.number), _sound(self.facts, Part.HOST).x, budget)
         return host
 
     def plain(self, parameters: int) -> Transformer:
-        """A factory of untrained transformers with at least `parameters` parameters."""
+        """Return a factory of untrained transformers with at least `parameters` parameters."""
         return HOST.plain(parameters)
 
 
 def heal_bytes() -> Mixture:
-    """Trained and damaged transformers with 128 windows of text to heal on. The host is frozen, so only seeds train.
+    """Make the mixture of trained and damaged transformers with 128 windows to heal on. The host is frozen, so only seeds train.
 
     A host has four layers of width 32, and slots behind the embedding, behind every layer and behind the head. It was trained to
     predict the next byte of modules of Python's standard library, 32 at a time. `describe` returns what a key stands for.
@@ -149,7 +149,7 @@ def heal_bytes() -> Mixture:
 
 
 def heal_bytes_taught() -> Mixture:
-    """The instances of `heal-bytes` with the intact hosts, so that `drift` is measured: what each slot lost by the damage."""
+    """Make `heal-bytes` with the intact hosts, so that `drift` is measured: what each slot lost by the damage."""
 
     def intact(key: int) -> tuple[nn.Module, Batch]:
         facts = describe(key)
@@ -160,7 +160,7 @@ def heal_bytes_taught() -> Mixture:
 
 
 def heal_bytes_unfrozen() -> Mixture:
-    """The instances of `heal-bytes` with hosts that train: the controller `never` is full fine-tuning of the damaged host."""
+    """Make `heal-bytes` with hosts that train: the controller `never` is full fine-tuning of the damaged host."""
     mixture = _mixture(
         "heal-bytes-unfrozen",
         UNFROZEN,
@@ -171,13 +171,13 @@ def heal_bytes_unfrozen() -> Mixture:
 
 
 def heal_bytes_scratch() -> Mixture:
-    """The instances of `heal-bytes` with hosts that are drawn afresh: the controller `never` is training from scratch."""
+    """Make `heal-bytes` with hosts that are drawn afresh: the controller `never` is training from scratch."""
     mixture = _mixture("heal-bytes-scratch", SCRATCH, lambda facts: HOST, frozen=False)
     return replace(mixture, defaults={**DEFAULTS, "optimizer": {"lr": 0.003}})
 
 
 def heal_bytes_eora(cap: float = DEFAULTS["governor"]["param_limit"]) -> Mixture:
-    """The instances of `heal-bytes` with hosts that are corrected in closed form: `never` is that correction alone.
+    """Make `heal-bytes` with hosts that are corrected in closed form: `never` is that correction alone.
 
     `cap` is the share of the host's parameters that the corrections may have. They are part of the host and pay no rent.
     """
@@ -208,7 +208,7 @@ def _mixture(name: str, summary: str, host: Callable[[ByteFacts], Callable[[], n
 
 
 def trained_host(number: int, of: OpenTransformer = HOST) -> SegmentedHost:
-    """The trained host of a number, as the architecture `of`."""
+    """Build the trained host of a number, as the architecture `of`."""
     host = of()
     with torch.no_grad():
         for name, value in trained_weights(number).items():
@@ -217,7 +217,7 @@ def trained_host(number: int, of: OpenTransformer = HOST) -> SegmentedHost:
 
 
 def describe(key: int) -> ByteFacts:
-    """What a key stands for. InputError for a key outside KEYS."""
+    """Return what a key stands for. InputError for a key outside KEYS."""
     for keys in KEYS.values():
         if key in keys:
             return ByteFacts(key, keys.start + (key - keys.start) % HOSTS, draw_damage(key, LAYERS))
@@ -226,7 +226,7 @@ def describe(key: int) -> ByteFacts:
 
 
 def split_of(facts: ByteFacts, part: Part) -> Split:
-    """The windows of a part in the damaged world."""
+    """Return the windows of a part in the damaged world."""
     return damage_text(_sound(facts, part), facts.damage, common())
 
 

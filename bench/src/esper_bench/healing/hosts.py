@@ -99,7 +99,7 @@ class HostSet:
 
 
 def architecture(number: int, of: Problem | None = None) -> BridgedMLP:
-    """The host of a number, without its trained weights: five blocks, plain or residual. of: None for `problem(number)`."""
+    """Draw the host of a number, without its trained weights: five blocks, plain or residual. of: None for `problem(number)`."""
 
     def once(draw: Draw) -> float:
         return float(uniform(number, draw)[0])
@@ -111,17 +111,17 @@ def architecture(number: int, of: Problem | None = None) -> BridgedMLP:
 
 
 def largest() -> BridgedMLP:
-    """A host in whose leading corner every host fits."""
+    """Return a host in whose leading corner every host fits."""
     return BridgedMLP(INPUTS, max(WIDTHS), (max(HIDDEN),) * BLOCKS, CLASSES, (False,) * BLOCKS, entry=True)
 
 
 def open_architecture(number: int) -> BridgedMLP:
-    """The host of a number with a slot behind the last layer as well."""
+    """Return the host of a number with a slot behind the last layer as well."""
     return replace(architecture(number), exit=True)
 
 
 def open_largest() -> BridgedMLP:
-    """A host with that slot in whose leading corner every host fits."""
+    """Return a host with that slot in whose leading corner every host fits."""
     return replace(largest(), exit=True)
 
 
@@ -159,7 +159,7 @@ FULL = replace(
 
 
 def trained_weights(number: int, of: HostSet = VECTORS) -> Weights:
-    """Parameters of the trained host of a number, by name, float32. They are read from the cache, or trained and written to it.
+    """Read the parameters of a number's trained host, by name, float32, from the cache, or train its group and write it there.
 
     InputError if the file of the cache is damaged.
     """
@@ -171,7 +171,7 @@ def trained_weights(number: int, of: HostSet = VECTORS) -> Weights:
 
 
 def cache_folder(of: HostSet = VECTORS) -> Path:
-    """The folder of the trained hosts: <name>-<recipe> in the cache folder of Esper."""
+    """Return the folder of the trained hosts: <name>-<recipe> in the cache folder of Esper."""
     of = of.trained or of
     return cache_root() / f"{of.name}-{of.recipe}"
 
@@ -194,7 +194,7 @@ def write_group(path: Path, weights: Weights) -> None:
 
 
 def read_group(path: Path) -> Weights:
-    """The weights of a file that `write_group` wrote. InputError if it is damaged."""
+    """Read the weights of a file that `write_group` wrote. InputError if it is damaged."""
     mend = "delete it, and its hosts are trained again"
     digest, _, content = read_kept(path, LARGEST, mend).partition(b"\n")
     if hashlib.sha256(content).hexdigest().encode() != digest:
@@ -229,7 +229,7 @@ def train_group(
 
 
 def soundness(number: int, weights: Weights, part: Part = Part.SOUND, of: HostSet = VECTORS) -> float:
-    """Accuracy of a trained host on a part of its problem, as a share of the way from guessing to a perfect accuracy."""
+    """Measure the accuracy of a trained host on a part of its problem: 0 is guessing, and 1 a perfect accuracy."""
     host, own = of.architecture(number)(), of.problem(number)
     host.load_state_dict(weights, strict=False)
     x, y = of.examples(own, part, None)

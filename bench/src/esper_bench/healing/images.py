@@ -13,27 +13,27 @@ HIDDEN = (6, 8)  # inner channels, the same in all blocks of a host
 
 
 def image_problem(number: int) -> Problem:
-    """The problem of a host's number: digits, with noise on the pixels or without."""
+    """Draw the problem of a host's number: digits, with noise on the pixels or without."""
     noise = one_of(NOISES, float(uniform(number, Draw.NOISE)[0]))
     return Problem(number, "digits", SIDE * SIDE, CLASSES, noise, 0.0)
 
 
 def images(of: Problem, part: Part, count: int | None = None) -> Split:
-    """The first `count` examples of a part, or all: images (N, 1, SIDE, SIDE) and y (N,). They are the digits of `heal`."""
+    """Return the first `count` examples of a part, or all: images (N, 1, SIDE, SIDE) and y (N,), the digits of `heal`."""
     split = examples(of, part, count)
     assert isinstance(split.x, Tensor), type(split.x)
     return Split(split.x.view(-1, 1, SIDE, SIDE), split.y)
 
 
 def image_host(number: int) -> BridgedCNN:
-    """The host of a number, without its trained weights: five blocks, plain or residual."""
+    """Draw the host of a number, without its trained weights: five blocks, plain or residual."""
     hidden = one_of(HIDDEN, float(uniform(number, Draw.HIDDEN)[0]))
     skips = (float(uniform(number, Draw.SKIP)[0]) < RESIDUAL,) * BLOCKS
     return BridgedCNN((1, SIDE, SIDE), WIDTH, (hidden,) * BLOCKS, CLASSES, skips)
 
 
 def largest_image_host() -> BridgedCNN:
-    """A host in whose leading corner every host fits."""
+    """Return a host in whose leading corner every host fits."""
     return BridgedCNN((1, SIDE, SIDE), WIDTH, (max(HIDDEN),) * BLOCKS, CLASSES, (False,) * BLOCKS)
 
 

@@ -27,7 +27,7 @@ class OneHotTokens(nn.Module):
         self.register_buffer("unit", torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, L) -> (B, L, vocabulary), or (E, B, L) -> (E, B, L, vocabulary)."""
+        """Return (B, L) -> (B, L, vocabulary), or (E, B, L) -> (E, B, L, vocabulary)."""
         return (x.unsqueeze(-1) == torch.arange(self.vocabulary, device=x.device)).to(self.unit.dtype)
 
 
@@ -42,7 +42,7 @@ class TokenMap(nn.Module):
         self.positions = nn.Parameter(torch.empty(length, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, L, vocabulary) -> (B, L, C), or with stacked parameters (E, B, L, vocabulary) -> (E, B, L, C)."""
+        """Return (B, L, vocabulary) -> (B, L, C), or with stacked parameters (E, B, L, vocabulary) -> (E, B, L, C)."""
         positions = self.positions[..., : x.shape[-2], :]
         if self.tokens.dim() == 2:
             return x @ self.tokens + positions

@@ -42,17 +42,17 @@ MOST_SITES = 3
 
 
 def synthetic_problem(number: int) -> Problem:
-    """The problem of a host's number, of a synthetic family."""
+    """Draw the problem of a host's number, of a synthetic family."""
     return problem(number, SYNTHETIC)
 
 
 def plain_architecture(number: int) -> BridgedMLP:
-    """The host of a number, without its trained weights and without skip connections."""
+    """Draw the host of a number, without its trained weights and without skip connections."""
     return replace(architecture(number, synthetic_problem(number)), skips=(False,) * BLOCKS)
 
 
 def unknown_damage(key: int) -> Damage:
-    """The damage of a key: a kind of its part, at one to MOST_SITES blocks, each number as probable as the others."""
+    """Draw the damage of a key: a kind of its part, at one to MOST_SITES blocks, each number as probable as the others."""
     damage = draw_damage(key, BLOCKS, 0.0, UNKNOWN if key in KEYS["heldout"] else KNOWN)
     count = 1 + int(MOST_SITES * damage.uniform(DamageDraw.COUNT)[0])
     order = 1 + damage.uniform(DamageDraw.PLACE, np.arange(BLOCKS)).argsort()
