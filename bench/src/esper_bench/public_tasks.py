@@ -21,7 +21,7 @@ CLOTHES = (
 
 
 def letter() -> Task:
-    """Printed letters as 16 numbers each in 26 classes, from the Debian package r-cran-mlbench; a residual MLP.
+    """Classify printed letters, 16 numbers each, into 26 classes, from the Debian package r-cran-mlbench; a residual MLP.
 
     1,332 of the 20,000 rows repeat another, which would be in two splits; they are left out. InputError if the file is not there.
     """
@@ -40,7 +40,7 @@ def letter() -> Task:
 
 
 def fashion_mnist(train: int = TRAIN) -> Task:
-    """Images of clothes, 28 x 28 pixels in 10 classes, from the Debian package dataset-fashion-mnist; a residual CNN.
+    """Classify images of clothes, 28 x 28 pixels, into 10 classes, from the Debian package dataset-fashion-mnist; a residual CNN.
 
     The first `train` of the published training images are the train split, and those behind them probe and validation. All
     10,000 published test images are the test split. InputError if the files are not there, or `train` leaves too few behind.

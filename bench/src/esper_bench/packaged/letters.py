@@ -46,7 +46,7 @@ class Recurrent(nn.Module):
         self.reads, self.state = nn.Linear(reads, 3 * width), nn.Linear(width, 3 * width)
 
     def forward(self, x: Tensor, h: Tensor) -> Tensor:
-        """x (B, L, I), h (B, H) -> the states behind each position (B, L, H)."""
+        """Return the states behind each position (B, L, H) of x (B, L, I), which begin from h (B, H)."""
         states = []
         for step in self.reads(x).unbind(1):
             (rx, zx, nx), (rh, zh, nh) = step.chunk(3, -1), self.state(h).chunk(3, -1)
@@ -66,7 +66,7 @@ class LettersToPhonemes(nn.Module):
         self.head = nn.Linear(width, len(PHONEMES))
 
     def forward(self, letters: Tensor, spoken: Tensor) -> Tensor:
-        """letters (B, L), padded behind the end; spoken (B, P), the phonemes so far -> logits of the next ones (B, P, 74)."""
+        """Return logits (B, P, 74) of the next phonemes. letters: (B, L), padded behind the end. spoken: (B, P), those so far."""
         h = state_behind(letters, self.letters, self.encoder)
         logits: Tensor = self.head(self.decoder(self.phonemes(spoken), h))
         return logits
@@ -160,7 +160,7 @@ def phoneme_error(model: nn.Module, letters: Tensor, target: Tensor) -> float:
 
 
 def spelling_loss(output: Tensor, target: Tensor) -> Tensor:
-    """(B,) the cross-entropy of logits (B, P, 74), a mean over the phonemes of each word and its end [nats].
+    """Return (B,) the cross-entropy of logits (B, P, 74), a mean over the phonemes of each word and its end [nats].
 
     Targets (B, P) are `PAD` behind the end, where nothing is measured.
     """
@@ -169,7 +169,7 @@ def spelling_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def right_phonemes(output: Tensor, target: Tensor) -> Tensor:
-    """(B,) the share of the phonemes and the end of each word whose logit is the largest. Shapes as for `spelling_loss`."""
+    """Return (B,) the share of the phonemes and the end of each word that have the largest logit. Shapes: see `spelling_loss`."""
     inside = target != PAD
     return (inside & (output.argmax(-1) == target)).sum(1) / inside.sum(1).clamp(min=1)
 

@@ -58,12 +58,12 @@ Map = nn.Linear | nn.Conv2d
 
 
 def by_tensor(weight: Tensor, bits: int) -> Tensor:
-    """(O, K) rounded to 2^bits - 1 evenly spaced values, the same for all outputs."""
+    """Round a weight (O, K) to 2^bits - 1 evenly spaced values, the same for all outputs."""
     return quantised(weight.reshape(1, -1), bits).view_as(weight)
 
 
 def structured(weight: Tensor, share: float) -> Tensor:
-    """(O, K) in which a share of the outputs, those of the smallest norms, is 0."""
+    """Set a share of the outputs of a weight (O, K), those of the smallest norms, to 0."""
     return weight.index_fill(0, weight.norm(dim=1).argsort()[: round(share * len(weight))], 0.0)
 
 

@@ -42,7 +42,7 @@ class PitchLayer(nn.Module):
         self.norm = nn.BatchNorm2d(writes, eps=0.0010000000474974513, momentum=0.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, 1) -> (B, D, H / (2 stride), 1)."""
+        """Return (B, C, H, 1) -> (B, D, H / (2 stride), 1)."""
         return F.max_pool2d(self.norm(F.relu(self.conv(F.pad(x, self.pads)))), (2, 1))
 
 
@@ -58,13 +58,13 @@ class PitchNetwork(nn.Module):
         self.classifier = nn.Linear(256, BINS)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Frames (B, 1024) of mean 0 and standard deviation 1 -> logits of the bins (B, 360)."""
+        """Return the logits of the bins (B, 360) of frames (B, 1024), which have mean 0 and standard deviation 1."""
         logits: Tensor = self.classifier(flattened(self.layers(x[:, None, :, None])))
         return logits
 
 
 def flattened(x: Tensor) -> Tensor:
-    """(B, C, H, 1) -> (B, H C), the order in which the last layer reads them."""
+    """Flatten (B, C, H, 1) -> (B, H C), in the order in which the last layer reads them."""
     return x.permute(0, 2, 1, 3).flatten(1)
 
 
@@ -130,12 +130,12 @@ def drawn(first: int, count: int) -> tuple[Tensor, Tensor]:
 
 
 def pitch_loss(output: Tensor, target: Tensor) -> Tensor:
-    """(B,) the binary cross-entropy of logits and targets (B, 360), summed over the bins [nats], which CREPE was trained with."""
+    """Return (B,) the binary cross-entropy of logits and targets (B, 360), summed over the bins [nats], as CREPE was trained."""
     return F.binary_cross_entropy_with_logits(output, target, reduction="none").sum(1)
 
 
 def within_50_cents(output: Tensor, target: Tensor) -> Tensor:
-    """(B,) whether the pitch of logits is within `NEAR` cents of that of targets, both (B, 360).
+    """Return (B,) whether the pitch of logits is within `NEAR` cents of that of targets, both (B, 360).
 
     Pitches are means of 9 bins at the largest.
     """
@@ -150,7 +150,7 @@ def pitch_error(model: nn.Module, frames: Tensor, target: Tensor) -> float:
 
 
 def _cents(bins: Tensor) -> Tensor:
-    """(B, 360) -> (B,) cents: the mean of the bins within 4 of the largest, weighted by their values."""
+    """Compute the pitch (B,) [cents] of bins (B, 360): the mean of the bins within 4 of the largest, weighted by their values."""
     number = torch.arange(BINS)
     near = (number - bins.argmax(1, keepdim=True)).abs() <= 4
     return CENTS * (bins * near * number).sum(1) / (bins * near).sum(1)

@@ -45,7 +45,7 @@ class LSTM(nn.Module):
         self.reads, self.state = nn.Linear(reads, 4 * width), nn.Linear(width, 4 * width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, n, C) -> the states behind each position (B, n, C)."""
+        """Return the states behind each position (B, n, C) of x (B, n, C)."""
         states, h = [], torch.zeros_like(x[:, 0, : self.state.in_features])
         c = h
         for step in self.reads(x).unbind(1):
@@ -77,25 +77,25 @@ class SpeechNetwork(nn.Module):
         self.memory, self.head = LSTM(128, 128), nn.Linear(128, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Samples (B, 512 n) in [-1, 1] -> logits of silence, which are 0, and of speech (B, n, 2)."""
+        """Return the logits of silence, which are 0, and of speech (B, n, 2), of samples (B, 512 n) in [-1, 1]."""
         features = self.layers(magnitudes(framed(x), self.spectrum))
         return with_silence(self.head(torch.relu(self.memory(features.flatten(1, 2).mT))))
 
 
 def framed(x: Tensor) -> Tensor:
-    """Samples (B, 512 n) -> the chunks as columns (B, 1, 640, n), each with its context in front and mirrored at its end."""
+    """Cut samples (B, 512 n) into chunks, columns (B, 1, 640, n), each with its context in front and mirrored at its end."""
     chunks = F.pad(x, (CONTEXT, 0)).unfold(1, CHUNK + CONTEXT, CHUNK)  # (B, n, 576)
     return F.pad(chunks, (0, CONTEXT), mode="reflect").mT[:, None]
 
 
 def magnitudes(frames: Tensor, basis: Tensor) -> Tensor:
-    """Frames (B, 1, 640, n) -> the sizes of 129 frequencies at 4 times of each chunk (B, 129, 4, n). basis: (258, 1, 256, 1)."""
+    """Compute sizes of 129 frequencies at 4 times of each chunk: (B, 1, 640, n) -> (B, 129, 4, n). basis: (258, 1, 256, 1)."""
     waves = F.conv2d(frames, basis, stride=(128, 1))  # (B, 258, 4, n)
     return (waves[:, :129].square() + waves[:, 129:].square()).sqrt()
 
 
 def with_silence(logits: Tensor) -> Tensor:
-    """Logits of speech (B, n, 1) -> of silence, which are 0, and of speech (B, n, 2)."""
+    """Add logits of silence, which are 0, to those of speech (B, n, 1): silence and speech (B, n, 2)."""
     return torch.cat([torch.zeros_like(logits), logits], -1)
 
 

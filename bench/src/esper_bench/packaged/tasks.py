@@ -55,7 +55,7 @@ class FixedNorm(nn.Module):
         self.shift = nn.Parameter((norm.bias.detach() - norm.running_mean * scale)[:, None, None])
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, C, H, W)."""
+        """Return (B, C, H, W) -> (B, C, H, W)."""
         return x * self.scale + self.shift
 
 
@@ -92,7 +92,7 @@ class Spectrum(nn.Module):
         self.register_buffer("basis", basis)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, 1, 640, n) -> (B, 129, 4, n)."""
+        """Return (B, 1, 640, n) -> (B, 129, 4, n)."""
         return speech.magnitudes(x, self.basis)
 
 
@@ -108,12 +108,12 @@ class Stateless(nn.Module):
 
 
 def _after_first(x: Tensor) -> Tensor:
-    """(B, 1 + P, H) -> (B, P, H)."""
+    """Drop the first position: (B, 1 + P, H) -> (B, P, H)."""
     return x[:, 1:]
 
 
 def _by_chunk(x: Tensor) -> Tensor:
-    """(B, C, 1, n) -> (B, n, C)."""
+    """Flatten the features of each chunk: (B, C, 1, n) -> (B, n, C)."""
     return x.flatten(1, 2).mT
 
 
@@ -226,11 +226,11 @@ class PackagedHost:
             raise InputError(f"the network of a package is {self.network!r}; give one of {', '.join(_RECIPES)}")
 
     def __call__(self) -> SegmentedHost:
-        """A host with fresh weights."""
+        """Build a host with fresh weights."""
         return self.of(_RECIPES[self.network].fresh())
 
     def of(self, network: nn.Module) -> SegmentedHost:
-        """The segments of a network, frozen."""
+        """Cut a network into the segments of a frozen host."""
         host = _RECIPES[self.network].cut(network)
         host.draws = False
         host.requires_grad_(False)
@@ -254,7 +254,7 @@ class DamagedNetwork:
         return PackagedHost(self.network)
 
     def __call__(self) -> SegmentedHost:
-        """A copy of the damaged host. InputError if the package is not there."""
+        """Return a copy of the damaged host. InputError if the package is not there."""
         return copy.deepcopy(_damaged_host(self))
 
 
