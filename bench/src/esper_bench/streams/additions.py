@@ -48,7 +48,7 @@ class Replay:
         return (batch * own + self.drawn * cross_entropy(logits, self.y[rows, place].long())) / (batch + self.drawn)
 
     def before_step(self, learner: NetworkLearner) -> None:
-        """Gradients stay as they are."""
+        """Leave the gradients as they are."""
 
     def after_step(self, learner: NetworkLearner, x: Tensor, y: Tensor) -> None:
         """Offer examples of the batch to the reservoir."""
@@ -113,7 +113,7 @@ class Consolidation:
         gradient += (learner.rows.value - self.anchor) * self.importance * self.strength
 
     def after_step(self, learner: NetworkLearner, x: Tensor, y: Tensor) -> None:
-        """Nothing follows a step."""
+        """Leave the parameters as they are after a step."""
 
     def snapshot(self) -> dict[str, Any]:
         """Return anchors and importances."""
@@ -149,7 +149,7 @@ class Replacement:
         return own
 
     def before_step(self, learner: NetworkLearner) -> None:
-        """Gradients stay as they are."""
+        """Leave the gradients as they are."""
 
     @torch.no_grad()
     def after_step(self, learner: NetworkLearner, x: Tensor, y: Tensor) -> None:
@@ -169,7 +169,7 @@ class Replacement:
                 self._replace(learner, block, rows, ranked.argmin(1).numpy()[rows], units[block].mean(1))
 
     def _activations(self, learner: NetworkLearner, x: Tensor) -> list[Tensor]:
-        """(N, B, hidden) the hidden units of every block."""
+        """Compute the hidden units of every block, (N, B, hidden) each."""
         stack, every, found = learner.rows.stack, slice(0, len(learner.rows.keys)), list[Tensor]()
         h = stack(x, every, part="trunk.0", frozen=True)
         for first, _ in self.blocks:
@@ -197,7 +197,7 @@ class Replacement:
         self.utility[block][rows, unit], self.age[block][rows, unit] = 0, 0
 
     def _drawn(self, learner: NetworkLearner, block: int, rows: Ints, unit: Ints, inputs: int) -> Tensor:
-        """(n, inputs) fresh incoming weights, normal with variance 2 / inputs (Box and Muller, 1958)."""
+        """Draw (n, inputs) fresh incoming weights, normal with variance 2 / inputs (Box and Muller, 1958)."""
         stream, index = learner.rows.keys[rows][:, None], np.arange(inputs)
         u, v = (
             keys.uniform(

@@ -23,7 +23,7 @@ HEAD_PART, EVERY_PART = 1, -1
 
 
 def slot_part(slot: int) -> int:
-    """The bit of the seed in a slot, from 0."""
+    """Return the part that is the seed of a slot, a number of one bit. Slots count from 0."""
     return 2 << slot
 
 
@@ -83,7 +83,7 @@ class Bank:
         return slice(region.start - self.start, region.stop - self.start)
 
     def seed(self, h: Tensor, rows: Ints, place: int, slot: int) -> Tensor:
-        """What a stored seed adds: h (n, B, width) -> (n, B, width). It does not train; gradients reach h."""
+        """Return what a stored seed adds: h (n, B, width) -> (n, B, width). It does not train; gradients reach h."""
         assert self.stack is not None
         return self.stack(h, rows, part=f"places.{place}.seeds.{slot}", frozen=True)
 
@@ -142,7 +142,7 @@ class Bank:
                 target[region if out else inside] = source[inside if out else region]
 
     def _follow(self, row: int, order: Ints) -> None:
-        """Arrange the dose table: index i is now what order[i] was, -1 for nothing. A copy does not act beside its original."""
+        """Reorder the dose table: index i is now what order[i] was, -1 for nothing. A copy does not act beside its original."""
         old = self.dose[row]
         new = old[order][:, order]
         gone, same = order < 0, (order[:, None] == order) & ~np.eye(len(order), dtype=bool)
@@ -153,7 +153,7 @@ class Bank:
         self.inputs.follow(row, order)
 
     def set_doses(self, dose: Floats) -> NDArray[np.bool_]:
-        """SET_DOSE in the context of the active parts: (N, M), where nan leaves a dose. Places without a seed get 0.
+        """Set the doses (N, M) in the context of the active parts: SET_DOSE. nan leaves a dose, and places without a seed get 0.
 
         Returns which rows have changed, (N,).
         """
@@ -164,7 +164,7 @@ class Bank:
         return np.asarray((self.dose[:, -1, :-1] != before).any(1).numpy())
 
     def part_from_others(self, rows: Ints) -> None:
-        """New parts are active: they act with 1, no stored ones act in their context, and they act in no other."""
+        """Separate new active parts from stored ones: they act with 1 in their own context, alone, and in no other context."""
         self.dose[rows, -1, :] = 0
         self.dose[rows, :, -1] = 0
         self.dose[rows, -1, -1] = 1

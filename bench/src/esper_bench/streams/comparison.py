@@ -128,7 +128,7 @@ def stream(
 def _arguments(
     names: Sequence[str], change: str, streams: int, updates: int | None, part: str, first: int, settings: Any
 ) -> Record:
-    """The arguments as they are kept in the folder. Raises InputError if one is bad."""
+    """Check the arguments, and return them as they are kept in the folder. Raises InputError if one is bad."""
     if change != DATA:
         check_choice(change, "change", [str(each) for each in CHANGES])
     check_choice(part, "part", list(RANGES))
@@ -161,7 +161,7 @@ def _arguments(
 
 
 def _nested(settings: Any) -> dict[str, Mapping[str, Any]]:
-    """Settings by method. InputError if they have another form."""
+    """Group settings by method. InputError if they have another form."""
     if isinstance(settings, Mapping):
         listed = [dict(settings)]
     else:
@@ -176,7 +176,7 @@ def _nested(settings: Any) -> dict[str, Mapping[str, Any]]:
 
 
 def drawn_streams(asked: Record) -> DrawnStreams:
-    """The streams of a comparison."""
+    """Draw the streams of a comparison."""
     start = RANGES[asked["part"]].start + asked["first"]
     every = list(Change)
     numbers = range(asked["first"], asked["first"] + asked["streams"])
@@ -186,7 +186,7 @@ def drawn_streams(asked: Record) -> DrawnStreams:
 
 
 def _own(data: Any, asked: Record) -> OwnStreams:
-    """The streams of one's own data, whose length and hash become arguments of the comparison."""
+    """Read the streams of one's own data, whose length and hash become arguments of the comparison."""
     start = RANGES[asked["part"]].start + asked["first"]
     streams = own_streams(data, range(start, start + asked["streams"]), updates=asked["updates"])
     hashed = sha256(streams.x.numpy().tobytes() + streams.y.numpy().tobytes() + streams.order.tobytes())
@@ -236,7 +236,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def _figures(streams: DrawnStreams | OwnStreams, played: Played) -> Record:
-    """What a record holds of a method: lists over streams."""
+    """Return what a record holds of a method: lists over streams."""
     return {
         "returned": played.returned.tolist(),
         "retention": played.retention.tolist(),
@@ -249,11 +249,11 @@ def _figures(streams: DrawnStreams | OwnStreams, played: Played) -> Record:
 
 
 def _record(asked: Record, streams: DrawnStreams | OwnStreams, found: Mapping[str, Record]) -> Record:
-    """The record: arguments, streams, and for each method its figures and how it compares with the first one."""
+    """Make the record: arguments, streams, and for each method its figures and how it compares with the first one."""
     reference = next(iter(found))
 
     def strata(name: str) -> list[Floats]:
-        """Returns by change, because the streams of one change are alike."""
+        """Group the returns by change, because the streams of one change are alike."""
         own, kinds = np.array(found[name]["returned"])[:, None], np.array([str(each) for each in streams.changes])
         return [own[kinds == kind] for kind in sorted(set(kinds.tolist()))]
 
@@ -285,7 +285,7 @@ def _bounds(found: Interval) -> dict[str, float | None]:
 
 
 def _take_up(folder: Path, asked: Record, overwrite: bool, retry: Retry) -> Record | None:
-    """The record of a finished comparison with these arguments; None, and a folder ready to be used, if there is none.
+    """Return the record of a finished comparison with these arguments; if there is none, make the folder ready and return None.
 
     InputError if the folder holds another comparison or other files.
     """
@@ -310,7 +310,7 @@ def _take_up(folder: Path, asked: Record, overwrite: bool, retry: Retry) -> Reco
 
 
 def kept_name(method: str) -> str:
-    """The name of the files that keep a method: its own, or for a path the name of the file and a hash of the path."""
+    """Name the files that keep a method: by its own name, or for a path by the name of the file and a hash of the path."""
     return method if method in METHODS else f"{Path(method).stem}-{sha256(method.encode()).hexdigest()[:8]}"
 
 

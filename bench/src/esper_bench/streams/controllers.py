@@ -10,7 +10,7 @@ from esper_bench.streams.network import Bools
 
 
 def best_stored(view: StreamView) -> tuple[Ints, Floats]:
-    """(N,) the slot whose head has the least loss, and that loss [nats]; infinite where there is none, or no alarm."""
+    """Return (N,) the slot whose head has the least loss, and that loss [nats]; infinite where there is none, or no alarm."""
     if not view.stored_loss.shape[1]:
         return np.zeros(len(view.loss), np.int64), np.full(len(view.loss), np.inf)
     loss = np.where(np.isnan(view.stored_loss), np.inf, view.stored_loss)
@@ -34,11 +34,11 @@ class OnAlarm:
         )
 
     def snapshot(self) -> dict[str, Any]:
-        """The rule has no memory."""
+        """Return an empty tree, because the rule has no memory."""
         return {}
 
     def load(self, state: dict[str, Any]) -> None:
-        """The rule has no memory."""
+        """Ignore the state, because the rule has no memory."""
 
 
 class StoreAndReactivate:
@@ -74,16 +74,16 @@ class StoreAndReactivate:
         return unchanged(len(best))._replace(place=place, store=view.alarm, trunk_rate=rate, dose=dose)
 
     def best(self, view: StreamView) -> tuple[Any, Bools]:
-        """(N,) the slot whose head has the least loss, and whether that head fits."""
+        """Return (N,) the slot whose head has the least loss, and whether that head fits."""
         best, least = best_stored(view)
         return best, view.alarm & (least < self.fits) & (least < view.loss - self.margin)
 
     def snapshot(self) -> dict[str, Any]:
-        """The rule has no memory."""
+        """Return an empty tree, because the rule has no memory."""
         return {}
 
     def load(self, state: dict[str, Any]) -> None:
-        """The rule has no memory."""
+        """Ignore the state, because the rule has no memory."""
 
 
 class Adaptive:

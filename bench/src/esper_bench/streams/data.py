@@ -68,7 +68,7 @@ class Change(StrEnum):
 
 
 class Draw(IntEnum):
-    """Names of the draws of a stream. The values are part of keys, so their meaning never changes."""
+    """Names the draws of a stream. The values are part of keys, so their meaning never changes."""
 
     LENGTH = 0
     COUNT = 1
@@ -141,7 +141,7 @@ class Digits(NamedTuple):
 
 @lru_cache(maxsize=1)
 def digits() -> Digits:
-    """Scikit-learn's digits (Alpaydin and Kaynak, UCI 1998)."""
+    """Read scikit-learn's digits (Alpaydin and Kaynak, UCI 1998)."""
     from sklearn.datasets import load_digits  # a second of imports
 
     read = load_digits()
@@ -215,7 +215,7 @@ class DrawnStreams:
         return self._seen(data.x[chosen], data.y[chosen], contexts)
 
     def _examples(self, update: int, context: Ints) -> Ints:
-        """(N, B) training examples of one batch; uniform over them, or over classes and then over their examples."""
+        """Draw (N, B) training examples of one batch, uniformly over them, or over classes and then over their examples."""
         data, index = digits(), np.arange(self.batch_size)
         drawn = keys.uniform(keys.key(Purpose.STREAM, self.keys[:, None], Draw.EXAMPLE, update, index))
         chosen = (drawn * TRAINING).astype(np.int64)
@@ -229,7 +229,7 @@ class DrawnStreams:
         return chosen
 
     def _seen(self, x: Tensor, y: Tensor, context: Ints, rows: Ints | None = None) -> tuple[Tensor, Tensor]:
-        """Examples (n, B) as the given contexts (n,) of some streams show them."""
+        """Show examples (n, B) as the given contexts (n,) of some streams do."""
         n = torch.arange(len(self.keys)) if rows is None else torch.from_numpy(rows)
         c = torch.from_numpy(context)
         x = x.gather(2, self.pixels[n, c][:, None].expand(x.shape))
@@ -282,7 +282,7 @@ def draw_streams(
 
 
 def _segments(stream: int, change: Change, updates: int) -> tuple[Segment, ...]:
-    """The segments of one stream. A context never follows itself."""
+    """Draw the segments of one stream. A context never follows itself."""
 
     def once(draw: Draw, *index: int) -> float:
         return float(keys.uniform(keys.key(Purpose.STREAM, stream, draw, *index))[0])
@@ -308,14 +308,14 @@ def _segments(stream: int, change: Change, updates: int) -> tuple[Segment, ...]:
 
 
 def _permuted(stream: Ints, contexts: int, size: int, draw: Draw) -> Ints:
-    """(N, contexts, size) a permutation for each stream and context."""
+    """Draw a permutation for each stream and context, (N, contexts, size)."""
     each = keys.key(Purpose.STREAM, stream[:, None], draw, np.arange(contexts))
     order = keys.permutations(each.reshape(-1), np.full(each.size, size), torch.device("cpu"))
     return order.numpy().reshape(*each.shape, size)
 
 
 def _views(stream: Ints, contexts: int) -> tuple[Ints, NDArray[np.bool_]]:
-    """Pixels (N, contexts, 64) and inversions (N, contexts): the 16 ways to turn, flip and invert, in an order of each stream."""
+    """Order the 16 ways to turn, flip and invert, for each stream: pixels (N, contexts, 64) and inversions (N, contexts)."""
     grid = np.arange(PIXELS).reshape(SIDE, SIDE)
     turned = [np.rot90(grid, k) for k in range(4)]
     ways = np.stack([way.reshape(-1) for way in (*turned, *(way[:, ::-1] for way in turned))])
@@ -326,7 +326,7 @@ def _views(stream: Ints, contexts: int) -> tuple[Ints, NDArray[np.bool_]]:
 
 
 def _members(stream: Ints, contexts: int) -> Ints:
-    """(N, contexts, 3) two or three classes for each context; -1 in the place of a third class that is missing."""
+    """Draw two or three classes for each context, (N, contexts, 3); -1 in the place of a third class that is missing."""
     some = _permuted(stream, contexts, CLASSES, Draw.CLASSES)[:, :, :3]
     two = keys.uniform(keys.key(Purpose.STREAM, stream[:, None], Draw.COUNT, np.arange(contexts))) < 0.5
     some[:, :, 2] = np.where(two, -1, some[:, :, 2])

@@ -100,7 +100,7 @@ class Decision(NamedTuple):
     dose: Floats | None = None
 
     def operations(self) -> Bools:
-        """(N, operations) which operations each stream gets."""
+        """Return (N, operations) which operations each stream gets."""
         found = np.zeros((len(self.place), len(Operation)), bool)
         found[:, Operation.STORE] = self.store
         found[:, Operation.ACTIVATE] = self.place >= 0

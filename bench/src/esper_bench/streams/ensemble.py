@@ -1,4 +1,4 @@
-"""Gate ensembles: of the small networks of a stream, the one with the least recent loss predicts and learns.
+"""Let the one of a stream's small networks with the least recent loss predict and learn: ensembles with a gate.
 
 N streams, M members.
 """
@@ -59,7 +59,7 @@ class EnsembleLearner:
         self.cost = sum(place.shape.numel() for place in self.rows.stack.places if len(place.shape) == 2)
 
     def predict(self, x: Tensor) -> Tensor:
-        """x (N, B, D) -> logits (N, B, C) of the chosen members."""
+        """Return the logits (N, B, C) of x (N, B, D) by the chosen members."""
         every = self._every(x)
         self.logits = every.view(len(x), self.members, *every.shape[1:])
         self.price[:, Price.PREDICT] += self.cost * x.shape[1]
@@ -93,14 +93,14 @@ class EnsembleLearner:
         self.price[:, Price.TRAIN] += 2 * self.cost * x.shape[1]
 
     def recall(self, x: Tensor, y: Tensor, unlabelled: Tensor) -> Tensor:
-        """Logits (N, B', C) of unlabelled examples by the member whose loss on labelled examples is least."""
+        """Return logits (N, B', C) of unlabelled examples by the member whose loss on labelled examples is least."""
         every, wanted = (each.view(len(x), self.members, *each.shape[1:]) for each in map(self._every, (x, unlabelled)))
         best: Tensor = cross_entropy(every, y[:, None].expand(every.shape[:-1])).argmin(1)
         return wanted[torch.arange(len(x)), best]
 
     @torch.no_grad()
     def _every(self, x: Tensor) -> Tensor:
-        """(N M, B, C) the logits of all members."""
+        """Compute the logits of all members, (N M, B, C)."""
         rows: Ints | slice = slice(0, len(self.rows.keys))
         return self.rows.logits(self.rows.features(x.repeat_interleave(self.members, 0), rows), rows)
 

@@ -99,7 +99,7 @@ class Fitted:
         self.resets: Bools = np.zeros(count, bool)
 
     def recognise(self, shifts: Floats) -> Ints:
-        """(N,) the place whose context the inputs are from, by the shifts (N, M + 1) from all contexts; KEEP if none."""
+        """Return (N,) the place whose context the inputs are from, by the shifts (N, M + 1) from all contexts; KEEP if none."""
         place, least = nearest(shifts[:, :-1])
         return np.where((least < self.numbers["same"]) & (shifts[:, -1] > self.numbers["away"]), place, KEEP)
 
@@ -138,13 +138,13 @@ class Fitted:
 
 
 def to_file(numbers: Mapping[str, float], **facts: Any) -> bytes:
-    """The text of a file of numbers. `facts` say how they were fitted."""
+    """Make the text of a file of numbers. `facts` say how they were fitted."""
     return (json.dumps({"numbers": dict(numbers), **facts}, indent=2, allow_nan=False) + "\n").encode()
 
 
 @lru_cache(maxsize=8)
 def read_numbers(path: Path) -> Mapping[str, float]:
-    """The numbers of a file that `to_file` made. InputError if it is missing or damaged, or a number is out of range."""
+    """Read the numbers of a file that `to_file` made. InputError if it is missing or damaged, or a number is out of range."""
     mend = "give a file that bench/scripts/fit_streams.py wrote"
     try:
         found = json.loads(read_named(path, _LARGEST, mend))["numbers"]

@@ -50,13 +50,13 @@ def scored(logits: Tensor, y: Tensor) -> Scores:
 
 
 def share_left(age: Ints, halving: float | Floats, least: float | Floats) -> Floats:
-    """(N,) max(least, 2^-floor(age / halving)), the share of a learning rate at an age [updates]; 1 where halving is 0."""
+    """Return (N,) max(least, 2^-floor(age / halving)), the share of a learning rate at an age [updates]; 1 if halving is 0."""
     halves = np.where(np.asarray(halving) > 0, age // np.maximum(halving, 1), 0)
     return np.where(np.asarray(halving) > 0, np.maximum(least, 0.5**halves), 1.0)
 
 
 def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
-    """(..., B, C) and (..., B) -> (...): the mean over B of -ln softmax(logits)[y]."""
+    """Average -ln softmax(logits)[y] over B: (..., B, C) and (..., B) -> (...)."""
     return -F.log_softmax(logits, -1).gather(-1, y[..., None])[..., 0].mean(-1)
 
 
@@ -68,7 +68,7 @@ class Learner(Protocol):
     done: Ints  # (N, operations) operations so far
 
     def predict(self, x: Tensor) -> Tensor:
-        """x (N, B, D) -> logits (N, B, C), before the labels are known."""
+        """Return the logits (N, B, C) of x (N, B, D), before the labels are known."""
         ...
 
     def learn(self, x: Tensor, y: Tensor, scores: Scores) -> None:
@@ -76,7 +76,7 @@ class Learner(Protocol):
         ...
 
     def recall(self, x: Tensor, y: Tensor, unlabelled: Tensor) -> Tensor:
-        """Logits of unlabelled examples (N, B', D) of the context of a few labelled ones; nothing is trained."""
+        """Return the logits of unlabelled examples (N, B', D) of the context of a few labelled ones; nothing is trained."""
         ...
 
     def snapshot(self) -> dict[str, Any]:
@@ -170,7 +170,7 @@ class NetworkLearner:
         self.addition = None if addition is None else addition(self)
 
     def predict(self, x: Tensor) -> Tensor:
-        """x (N, B, D) -> logits (N, B, C), whose graph `learn` uses."""
+        """Return the logits (N, B, C) of x (N, B, D), whose graph `learn` uses."""
         if self.recognise is not None:
             self._recognise(x, self.recognise)
         every = slice(0, len(self.alarms))
@@ -217,7 +217,7 @@ class NetworkLearner:
             self.addition.after_step(self, x, y)
 
     def rates(self) -> Floats:
-        """(N, parts) learning rates."""
+        """Return (N, parts) the learning rates."""
         trunk, head = (self.alarm.since,) * 2 if self.restarts else (self.trunk_age, self.rows.age)
         rate = np.empty((len(self.trunk_rate), len(self.rows.parts)))
         rate[:, TRUNK] = self.lr * self.trunk_rate * share_left(trunk, self.trunk_halving, self.trunk_least)
@@ -227,7 +227,7 @@ class NetworkLearner:
         return rate
 
     def costs(self, rows: Ints | slice) -> Ints:
-        """(n,) multiply-adds of a forward pass of one example, with the stored seeds that act."""
+        """Count (n,) the multiply-adds of a forward pass of one example, with the stored seeds that act."""
         acting = self.rows.bank.dose[rows, -1, :-1].count_nonzero(1).numpy()
         return np.asarray(self.cost + acting * self.seed_cost)
 
@@ -291,7 +291,7 @@ class NetworkLearner:
 
     @torch.no_grad()
     def recall(self, x: Tensor, y: Tensor, unlabelled: Tensor) -> Tensor:
-        """Logits of unlabelled examples by the active parts, or by the stored ones whose loss on labelled examples is less."""
+        """Return logits of unlabelled examples by the active or stored parts that have the least loss on the labelled ones."""
         every = np.arange(len(x))
         features = self.rows.features(x, slice(0, len(x)))
         active = cross_entropy(self.rows.logits(features, slice(0, len(x))), y)

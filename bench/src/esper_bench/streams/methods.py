@@ -48,13 +48,13 @@ def _module(streams: Streams, settings: Settings, size: tuple[int, int, int], ra
 
 
 def _rates(settings: Settings) -> dict[str, Any]:
-    """Learning rates of one network that stores nothing. They fall with the updates since the last alarm."""
+    """Return the learning rates of one network that stores nothing. They fall with the updates since the last alarm."""
     falls = {name: settings[each] for each in ("halving", "least") for name in (each, f"trunk_{each}")}
     return {**falls, **{name: settings[name] for name in ("lr", "head_rate", "decay")}, "restarts": True}
 
 
 def _static(streams: Streams, settings: Settings, **rule: Any) -> Learner:
-    """One network with the same decision at every alarm."""
+    """Make one network with the same decision at every alarm."""
     own = _rates(settings)
     return NetworkLearner(streams, _module(streams, settings, WIDE), OnAlarm(**rule), **own)
 
@@ -67,7 +67,7 @@ def _l2_init(streams: Streams, settings: Settings) -> Learner:
 def _with(
     addition: Callable[[NetworkLearner, Settings], Addition], size: tuple[int, int, int] = WIDE
 ) -> Callable[[Streams, Settings], Learner]:
-    """One network that ignores alarms, with an addition to its training."""
+    """Return the maker of one network that ignores alarms, with an addition to its training."""
 
     def build(streams: Streams, settings: Settings) -> Learner:
         own = _rates(settings)
@@ -90,7 +90,7 @@ def _reactivate(streams: Streams, settings: Settings) -> Learner:
 
 
 def _reactivate_seeds(streams: Streams, settings: Settings, *, heads: bool) -> Learner:
-    """Stored seeds, or with `heads` seeds and heads together."""
+    """Make a network that stores seeds, or with `heads` seeds and heads together."""
     own = {name: settings[name] for name in ("lr", "head_rate", "decay", "halving", "least")}
     rule = StoreAndReactivate(trunk_rate=settings["trunk_rate"], support=settings["support"])
     size, rank, holds = (SEEDED_BOTH, RANK_BOTH, EVERY_PART) if heads else (SEEDED, RANK, SEED_PARTS)
@@ -104,7 +104,7 @@ def _adaptive(streams: Streams, settings: Settings) -> Learner:
 
 
 def build_fitted(streams: Streams, settings: Settings) -> NetworkLearner:
-    """The learner with fitted numbers: `norm`, `decay`, and a float or an array (N,) for each of `fitted.NUMBERS`."""
+    """Make the learner with fitted numbers: `norm`, `decay`, and a float or an array (N,) for each of `fitted.NUMBERS`."""
     own = {name: settings[name] for name in (*RATES, "decay")}
     rule = Fitted(len(streams.keys), {name: settings[name] for name in NUMBERS})
     make = _module(streams, settings, RECOGNISING)
@@ -112,7 +112,7 @@ def build_fitted(streams: Streams, settings: Settings) -> NetworkLearner:
 
 
 def _of_file(path: Path) -> Method:
-    """The method whose numbers a file has. Raises InputError if it is missing or damaged."""
+    """Make the method whose numbers a file has. Raises InputError if it is missing or damaged."""
     summary = "as adaptive, with thresholds and rates that were fitted to the return of whole training streams"
     return Method(summary, {"norm": True, "decay": 0.01, **read_numbers(path)}, build_fitted)
 
@@ -245,7 +245,7 @@ def build_learner(name: str, streams: Streams, **settings: Any) -> Learner:
 
 
 def find_method(name: str) -> Method:
-    """The method of a name, or of a file of fitted numbers, whose name ends in .json. Raises InputError if there is none."""
+    """Find a method by name, or by the path of a .json file of fitted numbers. Raises InputError if there is none."""
     if name in METHODS:
         return METHODS[name]
     if name.endswith(SUFFIX):
@@ -258,7 +258,7 @@ def find_method(name: str) -> Method:
 
 
 def full_settings(name: str, given: Settings) -> Settings:
-    """All settings of a method. Raises InputError if the method or a setting is unknown, or a value is not a number or a bool."""
+    """Return all settings of a method. Raises InputError if the method or a setting is unknown, or a value has another type."""
     known = find_method(name).settings
     for key, value in given.items():
         if key not in known:

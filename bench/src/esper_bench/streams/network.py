@@ -29,7 +29,7 @@ DECAYS = (0.9, 0.99)
 
 
 class Weights(IntEnum):
-    """Names of the draws of weights, beside the update at which they are drawn. The values are part of keys."""
+    """Names the draws of weights, beside the update at which they are drawn. The values are part of keys."""
 
     FIRST = 1000
     REDRAWN = 1001
@@ -44,7 +44,7 @@ class Normed(nn.Module):
     stacks = True
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., D) -> (..., D)."""
+        """Return (..., D) -> (..., D)."""
         return F.layer_norm(x, x.shape[-1:])
 
 
@@ -72,7 +72,7 @@ class TrunkAndHead(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, inputs) -> (B, classes), or with stacked parameters (N, B, inputs) -> (N, B, classes)."""
+        """Return (B, inputs) -> (B, classes), or with stacked parameters (N, B, inputs) -> (N, B, classes)."""
         h = x
         for index, layer in enumerate(self.trunk):
             h = layer(h)
@@ -151,7 +151,7 @@ class Rows:
         return self.stack(h, rows, part=last) if self.norm else h
 
     def logits(self, features: Tensor, rows: Ints | slice) -> Tensor:
-        """(n, B, width) -> (n, B, C)."""
+        """Return the logits of features: (n, B, width) -> (n, B, C)."""
         return self.stack(features, rows, part="head")
 
     @torch.no_grad()
@@ -198,7 +198,7 @@ class Rows:
 
     @torch.no_grad()
     def new(self, rows: Ints, update: int, parts: Ints | None = None) -> None:
-        """NEW: set heads to 0 and draw seeds with zero output; no stored seed acts beside them."""
+        """Set heads to 0 and draw seeds with zero output: NEW. No stored seed acts beside them."""
         chosen = np.full(len(rows), EVERY_PART) if parts is None else parts
         for bit, region in self.bank.regions:
             own = rows[(chosen & bit) != 0]
@@ -209,7 +209,7 @@ class Rows:
 
     @torch.no_grad()
     def redraw_blocks(self, rows: Ints, update: int) -> None:
-        """RESET: draw all blocks and seeds anew, with zero output, and empty the banks, whose parts read other features."""
+        """Draw all blocks and seeds anew, with zero output, and empty the banks, whose parts read other features: RESET."""
         drawn = self._drawn(rows, Weights.REDRAWN, update)
         for region in self.blocks_and_seeds:
             self.value[rows, region] = drawn[:, region]
@@ -234,7 +234,7 @@ class Rows:
 
     @torch.no_grad()
     def step(self, rate: Floats, decay: float, pull: Tensor | None = None) -> None:
-        """AdamW with the learning rates `rate` (N, parts), one of the trunk and one of the head; gradients are then 0.
+        """Update by AdamW with the learning rates `rate` (N, parts) of the trunk, the head and the seeds; gradients are then 0.
 
         Parts with rate 0 do not change, nor do their moments. The decay moves parameters toward 0, or toward `pull` (N, P):
         p -= rate * decay * (p - pull). Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2.
@@ -268,12 +268,12 @@ class Rows:
         self.gradient.zero_()
 
     def _row_lists(self, part: slice) -> list[list[Tensor]]:
-        """The rows of value, gradient and moments of a part as single tensors: a row's numbers do not depend on others."""
+        """List the rows of value, gradient and moments of a part as single tensors: a row's numbers do not depend on others."""
         names = ("value", "gradient", "first_moment", "second_moment")
         return [list(self.stack.columns[name][:, part].unbind(0)) for name in names]
 
     def _drawn(self, rows: Ints, draw: Weights, update: int) -> Tensor:
-        """(n, P) fresh weights."""
+        """Draw (n, P) fresh weights."""
         drawn = torch.empty(len(rows), self.stack.size)
         seeds = keys.key(Purpose.STREAM, self.keys[rows], draw, update, self.member[rows]) & ((1 << 63) - 1)
         for index, seed in enumerate(seeds.tolist()):
@@ -300,7 +300,7 @@ class Rows:
 
 
 def _scale(name: str, shape: torch.Size) -> Tensor:
-    """(numbers,) the standard deviation of each initial weight of a parameter.
+    """Return (numbers,) the standard deviation of each initial weight of a parameter.
 
     It is 0 for biases, the head, and the last map of a block or a seed. In front of a ReLU it is sqrt(2 / inputs) (He et al.,
     2015), in the embedding sqrt(1 / inputs).

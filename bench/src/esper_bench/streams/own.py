@@ -89,7 +89,7 @@ class OwnStreams:
 def own_streams(
     data: str | PathLike[str] | Mapping[str, Any], stream_keys: Sequence[int], *, updates: int | None = None
 ) -> OwnStreams:
-    """The streams of a .npz file, or of arrays by name: features, labels, and contexts or segments.
+    """Read the streams of a .npz file, or of arrays by name: features, labels, and contexts or segments.
 
     features (n, ...) are numbers, and labels (n,) of any kind. So are contexts (n,), whose runs of equal ones are the segments;
     segments (S,) are lengths instead, each of a context of its own. `updates` cuts the stream. Raises InputError if an array
@@ -160,7 +160,7 @@ def _array(arrays: Mapping[str, Any], name: str) -> NDArray[Any]:
 
 
 def _features(arrays: Mapping[str, Any]) -> NDArray[np.float64]:
-    """(n, D) the features."""
+    """Check the features, and return them as (n, D)."""
     x = _array(arrays, "features")
     if x.dtype.kind not in "fiub" or x.ndim < 2 or not x.size:
         raise InputError(f"features have the shape {x.shape} and the dtype {x.dtype}; give numbers (n, ...)")
@@ -175,7 +175,7 @@ def _features(arrays: Mapping[str, Any]) -> NDArray[np.float64]:
 
 
 def _runs(arrays: Mapping[str, Any], count: int) -> list[tuple[int, int, int]]:
-    """The segments as examples [start, stop) and the number of a context. InputError if there are none."""
+    """Return the segments as examples [start, stop) and the number of a context. InputError if there are none."""
     if ("contexts" in arrays) == ("segments" in arrays):
         which = "both contexts and segments" if "contexts" in arrays else "no segments and no contexts"
         raise InputError(f"the data have {which}; {_FORM}")

@@ -86,7 +86,7 @@ class Player:
 
 
 def retention(streams: Streams, learner: Learner) -> Floats:
-    """(N,) accuracy on test examples of every context that a stream has had, as a mean over its contexts.
+    """Measure (N,) the accuracy on test examples of every context that a stream has had, as a mean over its contexts.
 
     The learner sees 32 labelled examples of a context, and is scored on 128 others. It is not told which context it is.
     """
@@ -101,7 +101,7 @@ def retention(streams: Streams, learner: Learner) -> Floats:
 
 
 def segment_accuracy(streams: Streams, accuracy: NDArray[np.float32]) -> list[Floats]:
-    """The mean accuracy (T, N) of every segment of each stream."""
+    """Average the accuracy (T, N) over every segment of each stream."""
     return [
         np.array([accuracy[start:stop, n].mean(dtype=np.float64) for start, stop, _ in each])
         for n, each in enumerate(streams.segments)

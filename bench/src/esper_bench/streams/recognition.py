@@ -25,7 +25,7 @@ class InputMeans:
         self.seen = torch.zeros(count, contexts, dtype=torch.float64)
 
     def shifts(self, x: Tensor) -> Floats:
-        """How far a batch x (N, B, D) is from every mean: (N, K), about 0.7 in the same context; nan where there is no mean.
+        """Measure how far a batch x (N, B, D) is from every mean, (N, K): about 0.7 in the same context, nan without a mean.
 
         It is the mean over features of (m_x - m)^2 / ((v + FLOOR) (1 / B + 1 / n)), with mean and variance m_x, v of the batch.
         """
@@ -42,7 +42,7 @@ class InputMeans:
         self.mean[rows, at] += share * (x.double().mean(1) - self.mean[rows, at])
 
     def follow(self, row: int, order: Ints) -> None:
-        """Context i of a row is now what order[i] was; -1 for nothing."""
+        """Reorder the contexts of a row: context i is now what order[i] was; -1 for nothing."""
         gone = torch.from_numpy(order < 0)
         self.mean[row], self.seen[row] = self.mean[row][order], self.seen[row][order].masked_fill(gone, 0)
 
@@ -56,6 +56,6 @@ class InputMeans:
 
 
 def nearest(shifts: Floats) -> tuple[Ints, Floats]:
-    """(N,) the context of the least shift (N, K), and that shift; infinite where there is none."""
+    """Return (N,) the context of the least shift (N, K), and that shift; infinite where there is none."""
     known = np.where(np.isnan(shifts), np.inf, shifts)
     return known.argmin(1), known.min(1)
