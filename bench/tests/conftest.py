@@ -1,4 +1,4 @@
-"""Shared pieces: one thread, the same start of every draw, and the fixtures that the tests of the library have too."""
+"""Share one thread, the same start of every draw, and the fixtures that the tests of the library have too."""
 
 import pytest
 import torch
@@ -13,5 +13,5 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def drawn_from_zero():
-    """Every test draws its own numbers from the same start."""
+    """Let every test draw its own numbers from the same start."""
     torch.default_generator.manual_seed(0)  # torch.manual_seed formats the stack for each kind of device: a millisecond

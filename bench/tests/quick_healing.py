@@ -1,4 +1,4 @@
-"""Damaged hosts for tests that are trained in a moment."""
+"""Make damaged hosts for tests that are trained in a moment."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ def quick_hosts(cache: Path) -> Iterator[None]:
 
 
 def facts_of_first_hosts() -> Iterator[Facts]:
-    """What the training keys of the first hosts of `heal` stand for, which are trained together."""
+    """Return what the training keys of the first hosts of `heal` stand for, which are trained together."""
     first = range(healing_hosts.GROUP)
     return (describe(start + number) for start in range(0, 40_000, healing_hosts.VECTORS.count) for number in first)
 
@@ -36,7 +36,7 @@ def facts_of_first_hosts() -> Iterator[Facts]:
 def damaged(
     like: Callable[[], SegmentedHost], kind: DamageKind, segments: tuple[int, ...], severity: float
 ) -> SegmentedHost:
-    """A small host with random weights, biases too as of a trained one, and damage."""
+    """Build a small host with random weights, biases too as of a trained one, and damage it."""
     with drawn_with(3):
         host = like()
         with torch.no_grad():

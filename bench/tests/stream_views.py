@@ -1,4 +1,4 @@
-"""Views of one stream at an alarm, for tests of rules that decide there."""
+"""Make views of one stream at an alarm, for tests of rules that decide there."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ NONE = np.nan
 
 
 def view_of(stored_loss=(NONE, NONE), *, alarm=True, loss=3.0, before=0.3, shift=900.0, classes=10, age=10):
-    """The view of one stream at an alarm."""
+    """Make the view of one stream at an alarm."""
     row = np.array([list(stored_loss)], float)
     return StreamView(
         update=100,
@@ -28,5 +28,5 @@ def view_of(stored_loss=(NONE, NONE), *, alarm=True, loss=3.0, before=0.3, shift
 
 
 def done(decision):
-    """The names of the operations of the one stream."""
+    """Name the operations of the one stream."""
     return {Operation(each).name for each in np.nonzero(decision.operations()[0])[0]}

@@ -1,4 +1,4 @@
-"""The game `grow-unknown`: what its keys stand for, how its stops are counted, and what its rules plant."""
+"""Test the game `grow-unknown`: what its keys stand for, how its stops are counted, and what its rules plant."""
 
 from copy import deepcopy
 from typing import Any

@@ -1,4 +1,4 @@
-"""The leaderboard: a controller of another package adds its row by one command, and its table is that of its rows."""
+"""Test the leaderboard: a controller of another package adds its row by one command, and its table is that of its rows."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Readers of public data sets, on small files of their formats."""
+"""Test readers of public data sets, on small files of their formats."""
 
 import gzip
 import struct

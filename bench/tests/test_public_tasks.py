@@ -1,4 +1,4 @@
-"""Tasks of public data sets: what they hold, how they grow, and what is said where the files are missing."""
+"""Test tasks of public data sets: what they hold, how they grow, and what is said where the files are missing."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ FEW = {"envs": 2, "steps": 2, "data": {"batch_size": 16, "batches_per_step": 2},
 
 
 def rows(task):
-    """The rows of every split, x beside y."""
+    """Return the rows of every split, x beside y."""
     splits = (task.train, task.probe, task.validation, task.test)
     return [np.column_stack([split.x.flatten(1).numpy(), split.y.numpy()]) for split in splits]
 

@@ -1,4 +1,4 @@
-"""Records of figures carry the version of the suite, and those of another version are refused."""
+"""Test that records of figures carry the version of the suite, and those of another version are refused."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The scripts behind the figures run in their quick form."""
+"""Run the scripts behind the figures in their quick form."""
 
 import copy
 import json

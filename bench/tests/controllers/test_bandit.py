@@ -1,4 +1,4 @@
-"""The bandit over plans: its posterior, its exploration, what it learns, and its file."""
+"""Test the bandit over plans: its posterior, its exploration, what it learns, and its file."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def some(seed: int, *shape: int) -> np.ndarray:
 
 
 def taught(seed: int, count: int = 40) -> Bandit:
-    """A bandit that learnt gains of one plan, which are linear in the features."""
+    """Make a bandit that learnt gains of one plan, which are linear in the features."""
     bandit, truth = Bandit(), some(seed, D) * 0.05
     for x in contexts(some(seed + 1, count, len(FEATURES))):
         bandit.learn(BYPASS, x, float(x @ truth))

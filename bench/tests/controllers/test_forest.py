@@ -1,4 +1,4 @@
-"""Fitted trees as arrays, and the controller that reads them."""
+"""Test fitted trees as arrays, and the controller that reads them."""
 
 from pathlib import Path
 
@@ -85,7 +85,7 @@ RANKS = (1, 2, 4, 8)
 
 @pytest.fixture
 def measured(view):
-    """A view of three hosts of four slots, the first of which changes the width, with drawn sensors and some absent."""
+    """Make a view of three hosts of four slots, the first of which changes the width, with drawn sensors and some absent."""
     names = tuple(sensor.name for sensor in SENSORS)
     menu = tuple(BlueprintInfo(f"bypass-rank-{rank}", "before") for rank in RANKS)
     cost = np.array([[(80 if slot == 0 else 32) * rank for rank in RANKS] for slot in range(4)])
@@ -99,7 +99,7 @@ def measured(view):
 
 
 def leaf(value: float) -> Forest:
-    """A tree that predicts one value."""
+    """Make a tree that predicts one value."""
     number = np.zeros(1, np.int32)
     return Forest(number, number - 1, np.zeros(1, np.float32), number - 1, number - 1, np.full(1, value, np.float32))
 

@@ -1,4 +1,4 @@
-"""Environments that a placement leaves to the rule `heuristic`, and the skip that comes first where it may."""
+"""Test environments that a placement leaves to the rule `heuristic`, and the skip that comes first where it may."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -76,7 +76,7 @@ def test_each_environment_grows_as_it_does_where_one_controller_has_all_of_them(
 
 
 def with_skip(view: Any, step: int, metric: float, steps: int = 24) -> View:
-    """One narrow slot in front, and a skip that fits the last slot alone."""
+    """Make a view of one narrow slot in front, and a skip that fits the last slot alone."""
     made: View = view(
         may={Op.GERMINATE: True}, inner=[[0.9, 0.3, 0.3]], step=step, steps=steps, metric=metric,
         blueprints=tuple(BlueprintInfo(name, "before") for name in ("bypass-linear", "bypass-mlp", "skip-mlp")),

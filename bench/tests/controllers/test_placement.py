@@ -1,4 +1,4 @@
-"""Controllers that plant all their seeds in the first step, on the hosts of `heal`."""
+"""Test controllers that plant all their seeds in the first step, on the hosts of `heal`."""
 
 import itertools
 from collections.abc import Collection, Iterator
@@ -36,7 +36,7 @@ def _quick_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def keys_of(kind: DamageKind, count: int = 1, sites: Collection[int] = (0, 1)) -> list[int]:
-    """Plain hosts that are trained together, with one damage of a kind at as many blocks as `sites` allows."""
+    """Find plain hosts that are trained together, with one damage of a kind at as many blocks as `sites` allows."""
     fit = (
         facts.key
         for facts in facts_of_first_hosts()
@@ -74,7 +74,7 @@ def engine_for(
 
 
 def view_with(engine: VectorizedEngine, **sensors: list[list[float]]) -> View:
-    """The view of an engine with other values of some sensors."""
+    """Return the view of an engine with other values of some sensors."""
     view = engine.view()
     values = view.measurements.sensors.copy()
     for name, value in sensors.items():
@@ -318,7 +318,7 @@ def test_a_rule_has_only_the_families_measured_that_it_reads_and_plants_what_it_
 
 
 def sensed(engine: VectorizedEngine, **sensors: list[float]) -> View:
-    """The view of a host without damage but for the given sensors."""
+    """Return the view of a host without damage but for the given sensors."""
     slots = len(engine.space.slots)
     sound = {"dead": 0.0, "participation": 1.0, "participation_before": 1.0, "map_gradient_before": 1.0}
     return view_with(

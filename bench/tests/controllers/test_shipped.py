@@ -1,4 +1,4 @@
-"""The shipped controller: its files, its versions, what it decides on hosts of any kind, and where it is the default."""
+"""Test the shipped controller: its files, its versions, what it decides on hosts of any kind, and where it is the default."""
 
 import hashlib
 import re

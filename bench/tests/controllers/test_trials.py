@@ -1,4 +1,4 @@
-"""Trials of candidates in copies of the rows, and the price of their compute."""
+"""Test trials of candidates in copies of the rows, and the price of their compute."""
 
 import copy
 import itertools
@@ -37,7 +37,7 @@ def _quick_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @lru_cache
 def keys_of(count: int) -> np.ndarray:
-    """Plain hosts that are trained together, with pruned units in one block or two."""
+    """Find plain hosts that are trained together, with pruned units in one block or two."""
     fit = (f.key for f in facts_of_first_hosts() if f.plain and f.damage.kind == DamageKind.PRUNED)
     return np.array(list(itertools.islice(fit, count)))
 

@@ -1,4 +1,4 @@
-"""The opponents that an evaluation adds, on short runs of `heal`."""
+"""Test the opponents that an evaluation adds, on short runs of `heal`."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ SHORT = {
 
 @pytest.fixture(scope="module")
 def task():
-    """`repair` with two rules, an oracle, and a reference on the same instances without noise of its own."""
+    """Make `repair` with two rules, an oracle, and a reference on the same instances without noise of its own."""
     base = replace(repair(), menu=("bypass-rank-1", "bypass-linear"))
     return replace(base, name="repair-small")
 

@@ -1,4 +1,4 @@
-"""The search for the best fixed plan, by successive halving on training instances."""
+"""Test the search for the best fixed plan, by successive halving on training instances."""
 
 from itertools import pairwise
 
@@ -25,7 +25,7 @@ LONG = {"steps": 10, "data": {"batch_size": 12, "batches_per_step": 6}}
 
 @pytest.fixture(scope="module")
 def slim():
-    """A data set whose host loses everything but one number in its first block."""
+    """Make a data set whose host loses everything but one number in its first block."""
     return blobs(hidden=(1, 6))
 
 

@@ -1,4 +1,4 @@
-"""Low-rank corrections in closed form, beside a slow version, and the task `heal-eora`."""
+"""Test low-rank corrections in closed form, beside a slow version, and the task `heal-eora`."""
 
 import copy
 import itertools
@@ -22,7 +22,7 @@ def _quick_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def drawn() -> tuple[nn.Linear, nn.Linear, Tensor]:
-    """A damaged map, the intact one, and correlated inputs."""
+    """Draw a damaged map, the intact one, and correlated inputs."""
     with drawn_with(3):
         damaged, intact = nn.Linear(6, 5).double(), nn.Linear(6, 5).double()
         x = torch.randn(40, 6, dtype=torch.float64) @ torch.randn(6, 6, dtype=torch.float64)
@@ -35,7 +35,7 @@ def affine(layer: nn.Linear) -> Tensor:
 
 @torch.no_grad()
 def error(change: Tensor, damaged: nn.Linear, intact: nn.Linear, x: Tensor) -> float:
-    """Mean squared error of the outputs that a change (O, I + 1) of the damaged map leaves, example by example."""
+    """Compute the mean squared error of the outputs that a change (O, I + 1) of the damaged map leaves, example by example."""
     total = 0.0
     for row in x:
         total += float((intact(row) - damaged(row) - change @ torch.cat([row, torch.ones(1)])).square().sum())
@@ -47,7 +47,7 @@ def at_rank(found: Correction, rank: int) -> Tensor:
 
 
 def eora(damaged: nn.Linear, intact: nn.Linear, x: Tensor, rank: int) -> Tensor:
-    """As the paper writes it: Q' = Q sqrt(L) of the covariance, SVD of the error times Q', and Q' taken out again."""
+    """Correct as the paper does: Q' = Q sqrt(L) of the covariance, SVD of the error times Q', Q' taken out again."""
     rows = torch.cat([x, torch.ones(len(x), 1)], 1)
     values, q = torch.linalg.eigh(rows.T @ rows / len(rows))
     scaled = q @ values.sqrt().diag()

@@ -52,7 +52,7 @@ def sound(like: BridgedMLP = PLAIN) -> SegmentedHost:
 
 
 def changed(host: SegmentedHost) -> set[int]:
-    """The segments whose parameters or skips differ from those of the sound network."""
+    """Find the segments whose parameters or skips differ from those of the sound network."""
     return {
         index
         for index, (one, other) in enumerate(zip(host.segments, sound().segments, strict=True))

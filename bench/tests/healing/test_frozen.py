@@ -1,4 +1,4 @@
-"""Frozen networks that are repaired without seeds."""
+"""Test frozen networks that are repaired without seeds."""
 
 from collections.abc import Iterator
 from dataclasses import replace

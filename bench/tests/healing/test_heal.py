@@ -1,4 +1,4 @@
-"""The mixture `heal`: what a key stands for, and that only seeds train."""
+"""Test the mixture `heal`: what a key stands for, and that only seeds train."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The mixture `heal-bytes`: what a key stands for, what damage does, that only seeds train, and which rows they choose."""
+"""Test the mixture `heal-bytes`: what a key stands for, what damage does, that only seeds train, and which rows they choose."""
 
 from collections.abc import Iterator
 
@@ -56,7 +56,7 @@ def _quick_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def first(kind: DamageKind, half: Half | None = None) -> int:
-    """The first training key of a damage at one site, of a half of a layer where it is given."""
+    """Find the first training key of a damage at one site, of a half of a layer where it is given."""
     for key in range(5000):
         damage = describe(key).damage
         places = [segment for segment in damage.segments if 0 < segment <= LAYERS]
@@ -153,7 +153,7 @@ def test_hosts_are_trained_once_alike_in_every_call_and_kept_with_a_checksum() -
 
 
 def changed(key: int) -> dict[str, torch.Tensor]:
-    """The parameters that the damage of a key changes, as they are afterwards."""
+    """Return the parameters that the damage of a key changes, as they are afterwards."""
     facts = describe(key)
     sound = dict(trained_host(facts.number).named_parameters())
     host = DamagedTransformer(facts.number, facts.damage, frozen=True)()
@@ -239,7 +239,7 @@ def test_damage_of_the_text_changes_symbols_of_the_input_or_of_the_output_alone(
 
 
 def grown(keys: list[int], entries: list[ScheduleEntry], **settings: object) -> VectorizedEngine:
-    """An engine on these keys after two steps of a schedule."""
+    """Play two steps of a schedule on these keys, and return the engine."""
     task = heal_bytes().sealed()
     config = build_config(
         DEFAULTS,
@@ -270,7 +270,7 @@ def test_seeds_at_both_ends_train_choose_by_gradient_and_leave_the_frozen_host_b
 
 
 def slow_rows(key: int, count: int = 8) -> list[int]:
-    """The rows of a dense table of additions to the vectors of tokens whose gradient is largest, at every second position."""
+    """Find the rows of a dense table of changes to the vectors of tokens with the largest gradient, at every second position."""
     host, (x, y) = (
         DamagedTransformer(describe(key).number, describe(key).damage, frozen=True)(),
         heal_bytes().instance(key).train,

@@ -1,4 +1,4 @@
-"""The task `heal-full`: the instances of `heal` with a slot behind the head, and a menu for both ends."""
+"""Test the task `heal-full`: the instances of `heal` with a slot behind the head, and a menu for both ends."""
 
 from collections.abc import Iterator
 
@@ -39,7 +39,7 @@ def _quick_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def keys_of(classes: set[int]) -> list[int]:
-    """The first plain training keys of hosts with so many classes, one each."""
+    """Find the first plain training keys of hosts with so many classes, one each."""
     found: dict[int, int] = {}
     for key in range(200):
         facts = describe(key)
@@ -49,7 +49,7 @@ def keys_of(classes: set[int]) -> list[int]:
 
 
 def opened(name: str, keys: list[int]) -> View:
-    """The view of a task before the first step, with its sensors."""
+    """Return the view of a task before the first step, with its sensors."""
     task = get_task(name).sealed()
     config = build_config(
         task.defaults, {"task": name, "envs": len(keys), "baselines": [], "probe": {"sensors_every": 1000}}
@@ -148,7 +148,7 @@ def test_trees_are_fitted_on_the_plans_of_both_ends_and_choose_among_them() -> N
 
 
 def grown(keys: list[int], seeds: dict[str, str], **settings: object) -> VectorizedEngine:
-    """An engine on these keys after some steps with a seed at each of these slots."""
+    """Play some steps on these keys with a seed at each of these slots, and return the engine."""
     task = heal(FULL).sealed()
     ours = {"task": task.name, "envs": len(keys), "baselines": [], "gates": {"permissive": True}, "steps": 4}
     engine = VectorizedEngine(task, build_config(task.defaults, ours, settings))
@@ -161,7 +161,7 @@ def grown(keys: list[int], seeds: dict[str, str], **settings: object) -> Vectori
 
 
 def test_seeds_at_both_ends_choose_true_rows_and_leave_the_host_and_all_padding_bitwise_as_they_were() -> None:
-    """Hosts of 2, 4 and 10 classes in one stack: no row beyond them is chosen, and what is padding stays exactly 0."""
+    """Stack hosts of 2, 4 and 10 classes: no row beyond them is chosen, and what is padding stays exactly 0."""
     keys = keys_of({2, 4, 10})
     engine = grown(keys, {"embed": "sparse-rows", "head": "sparse-head"}, governor={"param_limit": 0.2})
     assert (engine.state.seeds.stage[:, [0, -1]] != Stage.DORMANT).all()

@@ -1,4 +1,4 @@
-"""The mixture `heal-images`: convolutional hosts, what damage does to them, and that only seeds train."""
+"""Test the mixture `heal-images`: convolutional hosts, what damage does to them, and that only seeds train."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -70,12 +70,12 @@ def sound(like: BridgedCNN = PLAIN) -> SegmentedHost:
 
 
 def kernels(segment: nn.Module) -> list[Tensor]:
-    """The weights of the convolutions of a segment, (outputs, inputs) each."""
+    """List the weights of the convolutions of a segment, (outputs, inputs) each."""
     return [part.weight.detach().flatten(1) for part in segment.modules() if isinstance(part, nn.Conv2d)]
 
 
 def first(kind: DamageKind, plain: bool = True) -> int:
-    """The first training key of a damage at one site."""
+    """Find the first training key of a damage at one site."""
     found = (describe(key, IMAGES) for key in range(5000))
     return next(f.key for f in found if f.damage.kind == kind and len(f.damage.segments) <= 1 and f.plain == plain)
 

@@ -1,4 +1,4 @@
-"""The trained hosts of `heal`: their problems, their training, and the folder that keeps them."""
+"""Test the trained hosts of `heal`: their problems, their training, and the folder that keeps them."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The mixture `repair-tables`: tables of scikit-learn on the hosts of `repair`."""
+"""Test the mixture `repair-tables`: tables of scikit-learn on the hosts of `repair`."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The game `heal-unknown`: what its keys stand for, and that its budget can be moved and its compute costs."""
+"""Test the game `heal-unknown`: what its keys stand for, and that its budget can be moved and its compute costs."""
 
 from collections.abc import Iterator
 
@@ -142,7 +142,7 @@ class Stages(Observer):
 
 
 class Reading(Regrow):
-    """The rule, with gains that are given in place of those that incubation measures."""
+    """Decides as the rule, by gains that are given in place of those that incubation measures."""
 
     def __init__(self, gain: list[float]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The ladder: its optima by brute force, and what a learner reaches on its two cheapest rungs."""
+"""Test the ladder: its optima by brute force, and what a learner reaches on its two cheapest rungs."""
 
 import json
 import subprocess

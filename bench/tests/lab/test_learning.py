@@ -1,4 +1,4 @@
-"""The learner learns where the optimum is known. One seed each; `scripts/study_sandbox.py` runs ten."""
+"""Test that the learner learns where the optimum is known. One seed each; `scripts/study_sandbox.py` runs ten."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def solution():
 
 
 def score(solution, client) -> float:
-    """On other draws than those of training."""
+    """Score a client on other draws than those of training."""
     other = Sandbox(GROWTH, {"seed": SEED + 1000})
     return solution.score(play(other, client), other.space.instance % GROWTH.kinds)
 

@@ -20,13 +20,13 @@ from populations import Script, blobs, small_config
 
 
 def kept(slot: int, blueprint: int, env: int) -> dict:
-    """The decisions of a whole life of a seed."""
+    """Return the decisions of a whole life of a seed."""
     life = ((0, Op.GERMINATE), (2, Op.ADVANCE), (4, Op.FOSSILIZE))
     return {(step, env): (op, slot, blueprint, 0, 1, 0) for step, op in life}
 
 
 def leaves(record) -> list:
-    """Every array and number of a record, in order."""
+    """List every array and number of a record, in order."""
     if isinstance(record, tuple):
         return [leaf for field in record for leaf in leaves(field)]
     return [record]
@@ -181,7 +181,7 @@ def test_unfinished_seeds_are_left_out_of_what_the_sandbox_exports():
 
 
 def brute_force(sandbox: Sandbox) -> np.ndarray:
-    """(E,) the best returns from the sandbox's state on, by trying every sequence of valid decisions in all environments."""
+    """Find the best returns (E,) from the sandbox's state on, by trying every sequence of valid decisions in all environments."""
     envs, masks = sandbox.config.envs, sandbox.state.masks
     if sandbox.over:
         return np.zeros(envs)
@@ -299,7 +299,7 @@ def test_a_blindfold_hides_every_measurement_of_the_sandbox(growth):
 
 
 def pulled(sandbox: Sandbox, arm: int) -> np.ndarray:
-    """(E,) rewards of one arm."""
+    """Return (E,) the rewards of one arm."""
     envs = sandbox.config.envs
     actions = Actions.wait(envs)._replace(tempo=np.ones(envs, np.int64))
     if arm:
@@ -328,7 +328,7 @@ def test_every_decision_that_the_bandit_allows_is_one_of_its_arms():
 
 
 def planted_at(*plans) -> Script:
-    """Environment e plants slot s at step plans[e][s]."""
+    """Make a script that plants slot s of environment e at step plans[e][s]."""
     return Script(
         {(step, env): (Op.GERMINATE, s, 0, 0, 1, 0) for env, plan in enumerate(plans) for s, step in enumerate(plan)}
     )

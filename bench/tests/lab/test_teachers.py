@@ -1,4 +1,4 @@
-"""The controllers of the benchmarks as teachers of a policy."""
+"""Test the controllers of the benchmarks as teachers of a policy."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Networks that come inside packages: what they compute, their data and errors, damage, and the opponents of `esper heal`."""
+"""Test networks that come inside packages: what they compute, their data, errors and damage, and opponents of `esper heal`."""
 
 import ast
 import importlib
@@ -43,7 +43,7 @@ with_voice = pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="run a
 
 
 def definition(file, *names, **namespace):
-    """Classes and functions of a file whose imports are not installed, with a namespace in place of these."""
+    """Run classes and functions of a file whose imports are not installed, with a namespace in place of these."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     tree.body = [node for node in tree.body if getattr(node, "name", None) in names]
     exec(compile(tree, str(file), "exec"), namespace)

@@ -1,4 +1,4 @@
-"""Networks of packages as tasks: the hosts compute what the networks compute, are frozen, damaged as said, and heal."""
+"""Test networks of packages as tasks: the hosts compute what the networks compute, are frozen, damaged as said, and heal."""
 
 import importlib.util
 import json
@@ -23,7 +23,7 @@ FEW = ["--envs", "1", "--steps", "3", "--set", "data.batch_size=4", "--set", "da
 
 @pytest.fixture(params=PACKAGES)
 def there(request, monkeypatch):
-    """The name of a network whose package is installed, with a few examples in an instance."""
+    """Name a network whose package is installed, and leave a few examples in an instance."""
     missing = [name for name in PACKAGES[request.param] if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} is not installed; run pip install --no-deps")

@@ -1,4 +1,4 @@
-"""Rules that decide at alarms."""
+"""Test rules that decide at alarms."""
 
 import numpy as np
 

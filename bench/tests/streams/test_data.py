@@ -1,4 +1,4 @@
-"""Streams as they are drawn."""
+"""Test streams as they are drawn."""
 
 import itertools
 

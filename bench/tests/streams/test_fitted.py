@@ -1,4 +1,4 @@
-"""Controllers of streams with fitted numbers."""
+"""Test controllers of streams with fitted numbers."""
 
 import json
 
@@ -43,7 +43,7 @@ def test_a_balance_that_fades_forgives_old_misses():
 
 
 def test_streams_with_numbers_of_their_own_are_played_as_alone():
-    """So that candidates of a search can be played side by side."""
+    """Check what lets candidates of a search be played side by side."""
     table = {name: np.array([value, value]) for name, value in START.items()}
     table["lr"], table["halving"] = np.array([0.01, 0.02]), np.array([10.0, 40.0])
     both = draw_streams([5, 5], [Change.SHARED] * 2, updates=60, batch_size=16)

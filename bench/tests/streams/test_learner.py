@@ -1,4 +1,4 @@
-"""Networks that learn streams."""
+"""Test networks that learn streams."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def rows_of(bank=2, keys=(7, 8, 9)):
 
 
 def end_of(name, streams, breaks=()):
-    """The player at the end; at each update of `breaks` a new one goes on from the state of the last, as a file keeps it."""
+    """Return the player at the end; at each of `breaks` a new one goes on from the state of the last, as a file keeps it."""
     player = Player(streams, build_learner(name, streams))
     for update in breaks:
         player.play(until=update)

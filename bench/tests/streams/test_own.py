@@ -1,4 +1,4 @@
-"""Streams of a person's own data."""
+"""Test streams of a person's own data."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Contexts that are recognised by their inputs, and learning rates that fall."""
+"""Test contexts that are recognised by their inputs, and learning rates that fall."""
 
 import numpy as np
 import pytest

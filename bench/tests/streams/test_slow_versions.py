@@ -1,4 +1,4 @@
-"""Every method beside a slow, obvious version: one stream, one module of torch, and torch's own optimizer."""
+"""Compare every method with a slow, obvious version: one stream, one module of torch, and torch's own optimizer."""
 
 import math
 
@@ -31,7 +31,7 @@ def optimizer_of(net, decay=DECAY):
 
 
 class Slow:
-    """One network on one stream; a subclass says what happens at an alarm and in a step."""
+    """Plays one network on one stream; a subclass says what happens at an alarm and in a step."""
 
     decay = DECAY
 
@@ -87,7 +87,7 @@ def first_of(learner, row):
 
 
 def drawn(learner, n, update):
-    """The fresh network that a stream draws at an update."""
+    """Draw the fresh network that a stream draws at an update."""
     fresh, rows = module(), learner.rows
     vector = rows._drawn(np.array([n]), Weights.REDRAWN, update)[0]
     for place, parameter in zip(rows.stack.places, fresh.parameters(), strict=True):
@@ -289,7 +289,7 @@ def test_continual_backpropagation():
 
 
 class FakeUpdate:
-    """The rows of a learner that has played to its end, at an earlier update."""
+    """Holds the rows of a learner that has played to its end, at an earlier update."""
 
     def __init__(self, learner, update):
         self.rows, self.update = learner.rows, update

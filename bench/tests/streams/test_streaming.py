@@ -1,4 +1,4 @@
-"""Comparisons on streams: the record, the folder, and the command."""
+"""Test comparisons on streams: the record, the folder, and the command."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def record():
 
 @pytest.fixture
 def command(capsys, monkeypatch, tmp_path):
-    """Runs the command in a folder of its own; gives (exit code, stdout, stderr)."""
+    """Run the command in a folder of its own; gives (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
 
@@ -83,7 +83,7 @@ def test_another_comparison_in_the_folder_is_refused_and_replaced_on_request(tmp
 
 
 def test_a_comparison_whose_process_was_killed_goes_on_whatever_it_left(record, tmp_path, monkeypatch):
-    """A kill comes before one of the renames; every call of the comparison gets one further."""
+    """Kill a process before one of the renames; every call of the comparison gets one further."""
     monkeypatch.setattr(streaming, "EVERY", 25)
     renames, unlink = {name: getattr(os, name) for name in ("replace", "rename")}, Path.unlink
     for number in range(1, 100):
@@ -112,7 +112,7 @@ def test_a_comparison_whose_process_was_killed_goes_on_whatever_it_left(record, 
 
 
 class Killed(BaseException):
-    """A process that is killed."""
+    """Stops a process as a kill does."""
 
 
 @pytest.mark.parametrize("written", [r"/\.streams\.json", r"/\.adamw\.new/", r"/\.adamw\.json\."])
