@@ -14,7 +14,7 @@ from esper.leyline.distribution import EXTRAS
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SOURCES = sorted((ROOT / "src" / "esper").rglob("*.py"))
-DESCRIBED = [path for root in ("src", "bench/src") for path in sorted((ROOT / root).rglob("*.py"))]
+DESCRIBED = [path for root in ("src", "bench/src", "bench/tests") for path in sorted((ROOT / root).rglob("*.py"))]
 """Files whose docstrings all begin with a verb."""
 DISTRIBUTIONS = {"PIL": "pillow"}
 """Of modules that have another name than what pip installs."""
@@ -24,13 +24,13 @@ change check choose classify close combine compare compile complete compute conc
 convert copy correct count create credit cut damage decide decode define derive describe detect differentiate digest
 divide do draw drop edit emit empty end enter estimate evaluate examine exchange expand explain export fill find
 finish fit flatten flush fold follow forget frame free freeze fuse give go group grow handle heal hear help hold
-ignore imitate import incubate interpolate issue iterate join judge keep learn leave let list load lock look make map
-mark measure merge move multiply name normalise note notice number observe offer open order pack pad pair parse pass
-pay pick pickle place plan plant play predict print probe propose pull put queue raise rank reactivate read rebuild
-receive recognise record refuse register release remove reorder repair repeat replace report restore resume return
-reward rewrite roll round run sample save say scale score search seed select send separate serve set shard shift
-shorten show shrink sort split spread stack start stop store subtract sum summarise take tell track train transform
-transpose treat try turn unpack update wait warn widen wrap write yield
+ignore imitate import incubate interpolate issue iterate join judge keep kill learn leave let list load lock look make
+map mark measure merge move multiply name normalise note notice number observe offer open order pack pad pair parse
+pass pay pick pickle place plan plant play predict print probe propose pull put queue raise rank reactivate read
+rebuild receive recognise record refuse register release remove reorder repair repeat replace report restore resume
+return reward rewrite roll round run sample save say scale score search seed select send separate serve set shard
+share shift shorten show shrink skip sort split spread stack start stop store subtract sum summarise take tell test
+track train transform transpose treat try turn unpack update wait warn widen wrap write yield
 """
 
 
@@ -80,7 +80,9 @@ def test_the_docstring_of_every_module_class_and_function_begins_with_a_verb():
             first, second, *_ = [*docstring.split(), ""]
             word = first.strip(",").lower()
             does = {word[:-1], word[:-2], word[:-3] + "y"} & verbs if word.endswith("s") else set()
-            assert does or (word in verbs and not isinstance(node, ast.ClassDef)), f"{path}: {name}: {docstring}"
+            told, is_class = word in verbs, isinstance(node, ast.ClassDef)
+            right = does if is_class else told or (does and isinstance(node, ast.Module))
+            assert right, f"{path}: {name}: {docstring}"
             assert second != "of", f"{path}: {name} begins with a noun: {docstring}"
 
 
