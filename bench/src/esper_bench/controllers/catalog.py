@@ -12,7 +12,7 @@ from esper_bench.controllers.bandit import load_bandit
 from esper_bench.controllers.placement import Collapse, DriftRise, InnerUse, ParticipationDrop, Placement, Uniform
 from esper_bench.controllers.regrow import Regrow
 from esper_bench.controllers.several import Sites
-from esper_bench.controllers.shipped import NAME, Shipped, card_of, deciding, episodes_of_version, resolved
+from esper_bench.controllers.shipped import NAME, Shipped, card_of, deciding_facts, episodes_of_version, resolved
 from esper_bench.controllers.trees import SHIPPED, Trees, load_trees
 from esper_bench.controllers.trials import TRIALS, Trials
 
@@ -129,7 +129,7 @@ def _version(name: str, argument: str) -> ControllerSpec:
         "a rule and fitted trees in versions; `esper controller shipped` prints the card of the latest",
         KEEPS,
         episodes_of_version(version),
-        lambda: sha256(deciding(version).encode()).hexdigest(),
+        lambda: sha256(deciding_facts(version).encode()).hexdigest(),
         lambda: card_of(version),
     )
 

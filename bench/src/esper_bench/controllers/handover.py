@@ -42,7 +42,7 @@ class SkipWhereWeak(Rule):
         share = relative_metric(view.measurements.metric, view.space.floor, view.space.ceiling)
         below = self.rule.config.plant_below
         weak = first & (share < below) & (view.step == self.wait)
-        actions = self.rule.act(closed(self._gated(view), weak if view.step == self.wait else first))
+        actions = self.rule.act(only_waiting(self._gated(view), weak if view.step == self.wait else first))
         self._why = list(self.rule.reasons())
         if not weak.any():
             return actions
@@ -112,7 +112,7 @@ class Handover(Placement):
         actions = super().act(view)
         if self.rule is None or self._handed is None or not self._handed.any():
             return actions
-        ruled = self.rule.act(closed(view, ~self._handed))
+        ruled = self.rule.act(only_waiting(view, ~self._handed))
         both = zip(self._handed.tolist(), self.rule.reasons(), self._why, strict=True)
         self._why = [theirs if handed else own for handed, theirs, own in both]
         merged: Actions = choose(self._handed, ruled, actions)
@@ -155,10 +155,10 @@ class Handover(Placement):
         self._handed = np.array([plan == HANDED for plan in picks.plans])
 
     def _decide(self, view: View) -> Actions:
-        return super()._decide(view if self._handed is None else closed(view, self._handed))
+        return super()._decide(view if self._handed is None else only_waiting(view, self._handed))
 
 
-def closed(view: View, rows: Bools) -> View:
+def only_waiting(view: View, rows: Bools) -> View:
     """Return the view with nothing allowed but to wait in some rows (E,)."""
     masks = only_wait(view.masks, rows)
     open_: NDArray[np.bool_] = ~rows[:, None, None]

@@ -155,13 +155,13 @@ class Placement(Rule):
 
         -1 where something else, or nothing, is to be planted. Inner slots are those of `plans.inner_slots`.
         """
-        choice, plants = self._tries(view)
+        choice, plants = self._next_choices(view)
         index = np.where(plants, choice, -1).max(1)
         allowed = np.take_along_axis(view.masks.blueprint, np.maximum(index, 0)[:, None, None], 2)[..., 0]
         whole = (plants == (inner_slots(view.space) & allowed)) & (~plants | (choice == index[:, None]))
         return np.where(whole.all(1), index, -1)
 
-    def _tries(self, view: View) -> tuple[Ints, Bools]:
+    def _next_choices(self, view: View) -> tuple[Ints, Bools]:
         """Return (E, S) the choice that is tried next at each slot, and whether the masks allow it."""
         assert self._wish is not None, "act comes before it"
         assert self._next is not None, "act comes before it"
@@ -191,7 +191,7 @@ class Placement(Rule):
     def _decide(self, view: View) -> Actions:
         """Decide one operation per environment: FOSSILIZE, else ADVANCE, else plant the next choice of the dearest slot."""
         envs = np.arange(len(view.masks.op))
-        choice, plants = self._tries(view)
+        choice, plants = self._next_choices(view)
         cost = np.broadcast_to(view.space.cost, view.masks.blueprint.shape)
         price = np.take_along_axis(cost, np.maximum(choice, 0)[..., None], 2)[..., 0]
         op, slot = np.zeros(len(envs), np.int64), np.zeros(len(envs), np.int64)

@@ -48,7 +48,7 @@ def facts_of(version: str) -> Mapping[str, Any]:
     return facts
 
 
-def deciding(version: str) -> str:
+def deciding_facts(version: str) -> str:
     """Return what decides in a version beside its code, as JSON: the digest of its arrays, and which cases it has."""
     return json.dumps({name: facts_of(version).get(name) for name in ("digest", *CASES)})
 

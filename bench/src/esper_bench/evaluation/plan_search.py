@@ -102,8 +102,8 @@ def search_plans(
         raise InputError(f"the search for the best fixed plan was given {counted(episodes, 'episode')}; give 1 or more")
     every, begin = candidate_plans(task, settings), time.perf_counter()
     keys = task.keys(part)
-    field = _Field(task, settings, part, runner or Runner(), every, keys)
-    stages = climb(every, episodes, len(keys), field.grow)
+    grower = _CandidateGrower(task, settings, part, runner or Runner(), every, keys)
+    stages = climb(every, episodes, len(keys), grower.grow)
     return Found(
         best=every[stages[-1].order[0]],
         objective=stages[-1].objective,
@@ -223,7 +223,7 @@ def halve(arms: NDArray[np.int64], steps: Sequence[tuple[int, int]], grow: Grow)
     return Stage(order, totals[int(order[0])] / done, done, sum(count * more for count, more in steps))
 
 
-class _Field(NamedTuple):
+class _CandidateGrower(NamedTuple):
     """Grows the candidates of a search; see `search_plans`."""
 
     task: AnyTask

@@ -52,7 +52,7 @@ def damage_transformer(host: SegmentedHost, damage: Damage) -> None:
         if kind == DamageKind.PRUNED:
             prune_layer(segment, half, damage, index)
         elif kind == DamageKind.REMOVED:
-            for last in _lasts(segment, half):
+            for last in _last_maps(segment, half):
                 last.weight.zero_()
                 last.bias.zero_()
         else:
@@ -64,7 +64,7 @@ def damage_transformer(host: SegmentedHost, damage: Damage) -> None:
 @torch.no_grad()
 def prune_layer(layer: TransformerBlock, half: Half, damage: Damage, index: int) -> None:
     """Cut units off a layer: what the attention mixes, or what the hidden layer returns, no longer reaches the stream."""
-    for number, last in enumerate(_lasts(layer, half)):
+    for number, last in enumerate(_last_maps(layer, half)):
         units = last.weight.shape[1]
         order = damage.uniform(DamageDraw.UNITS, index, number, np.arange(units)).argsort()
         last.weight[:, order[: max(1, int(damage.severity * units))].tolist()] = 0
@@ -102,7 +102,7 @@ def symbol_map(damage: Damage, common: Sequence[int]) -> list[int]:
     return symbols
 
 
-def _lasts(layer: TransformerBlock, half: Half) -> list[torch.nn.Linear]:
+def _last_maps(layer: TransformerBlock, half: Half) -> list[torch.nn.Linear]:
     """List the maps through which a half of a layer, or both halves, return to the stream."""
     return [part for name, part in ((Half.HIDDEN, layer.attention.out), (Half.ATTENTION, layer.out)) if half != name]
 

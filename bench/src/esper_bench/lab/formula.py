@@ -149,7 +149,7 @@ class FormulaPopulation:
 
     def keeper(self, seeds: Seeds) -> Keeper:
         """Make a keeper of snapshots of seeds, which are the whole state of a row."""
-        return _Kept(seeds)
+        return _SeedSnapshots(seeds)
 
     def snapshot(self) -> dict[str, Any]:
         """Return the number of training steps."""
@@ -178,7 +178,7 @@ class FormulaPopulation:
         return TrainedFigures(1 - metric, 1 - metric, norms, owners)
 
 
-class _Kept:
+class _SeedSnapshots:
     """Keeps snapshots of the seeds of every row; implements `tolaria.population.Keeper`."""
 
     def __init__(self, seeds: Seeds) -> None:

@@ -123,7 +123,7 @@ LIFT[1, 0] = LIFT[2, 2] = LIFT[3, 0] = LIFT[3, 2] = (0.34, 0.36)
 LIFT[4, 1] = (0.02, 0.38)
 
 
-def _grown(draw: Draw, step: int, seeds: Seeds, dose: Floats) -> Floats:
+def _growth_metric(draw: Draw, step: int, seeds: Seeds, dose: Floats) -> Floats:
     """Compute the metric c + (TOP - CHANCE) * learnt(step) * product over slots of (1 - need + lift * dose * learnt(trained)).
 
     learnt(t) = 1 - exp(-t / time constant), where a host is one step old when the episode begins; c is CHANCE, varied by
@@ -138,7 +138,7 @@ def _grown(draw: Draw, step: int, seeds: Seeds, dose: Floats) -> Floats:
     return metric
 
 
-def _grown_sensors(draw: Draw) -> tuple[Floats, Floats]:
+def _growth_sensors(draw: Draw) -> tuple[Floats, Floats]:
     """Compute the participation, low where signal is lost, and sensors, high where their blueprint would repair the loss."""
     index = np.arange(NEED.shape[1])
     jitter = 0.9 + 0.2 * uniform(key(draw.key[:, None, None], index[:, None], np.arange(3)))
@@ -164,8 +164,8 @@ GROWTH = Process(
         "lifecycle": {"max_seeds": 2, "max_training_seeds": 2, "embargo": 1, "tempos": [0, 1, 2], "targets": [1.0]},
         "gates": {"permissive": True, "min_training_steps": 1, "min_holding_steps": 1},
     },
-    metric=_grown,
-    sense=_grown_sensors,
+    metric=_growth_metric,
+    sense=_growth_sensors,
 )
 """Six kinds of network with different best decisions, which only measurements can distinguish."""
 

@@ -105,7 +105,7 @@ def stream(
     elif change is not None:
         raise InputError(f"change is {show(change)}, but data are given, too; give one of them")
     asked = _arguments(names, change or DATA, streams, updates, part, first, settings)
-    drawn = _own(data, asked) if data is not None else drawn_streams(asked)
+    drawn = _read_own_streams(data, asked) if data is not None else drawn_streams(asked)
     ready = ready or (lambda record: None)
     if out is None:
         ready(record := _compared(asked, drawn, None, write_once, Interrupt(watch), watch))
@@ -117,7 +117,7 @@ def stream(
     again = "give the same command again, which continues the comparison"
     retry = disk.DiskRetry(disk.PATIENCE, note, folder, lambda: interrupt.asked, further=again)
     with locked_folder(folder, note, retry):
-        known = _take_up(folder, asked, overwrite, retry)
+        known = _resume_or_prepare(folder, asked, overwrite, retry)
         record = known or _compared(asked, drawn, folder, retry, interrupt, watch)
         ready(record)
         if known is None:
@@ -146,7 +146,7 @@ def _arguments(
         raise InputError(f"first + streams is {first + streams:,}, but {part} has {len(RANGES[part]):,} streams")
     if not names or len(set(names)) < len(names):
         raise InputError(f"the methods are {show(list(names))}; name each at most once, and at least one")
-    given = _nested(settings)
+    given = _group_settings(settings)
     other = [name for name in given if name not in names]
     if other:
         raise InputError(f"settings are given for {show(other[0])}, which is not compared; the methods are {names}")
@@ -160,7 +160,7 @@ def _arguments(
     }
 
 
-def _nested(settings: Any) -> dict[str, Mapping[str, Any]]:
+def _group_settings(settings: Any) -> dict[str, Mapping[str, Any]]:
     """Group settings by method. InputError if they have another form."""
     if isinstance(settings, Mapping):
         listed = [dict(settings)]
@@ -185,7 +185,7 @@ def drawn_streams(asked: Record) -> DrawnStreams:
     return draw_streams(range(start, start + asked["streams"]), changes, updates=asked["updates"])
 
 
-def _own(data: Any, asked: Record) -> OwnStreams:
+def _read_own_streams(data: Any, asked: Record) -> OwnStreams:
     """Read the streams of one's own data, whose length and hash become arguments of the comparison."""
     start = RANGES[asked["part"]].start + asked["first"]
     streams = own_streams(data, range(start, start + asked["streams"]), updates=asked["updates"])
@@ -284,7 +284,7 @@ def _bounds(found: Interval) -> dict[str, float | None]:
 # The folder.
 
 
-def _take_up(folder: Path, asked: Record, overwrite: bool, retry: Retry) -> Record | None:
+def _resume_or_prepare(folder: Path, asked: Record, overwrite: bool, retry: Retry) -> Record | None:
     """Return the record of a finished comparison with these arguments; if there is none, make the folder ready and return None.
 
     InputError if the folder holds another comparison or other files.

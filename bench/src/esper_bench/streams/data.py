@@ -195,12 +195,12 @@ class DrawnStreams:
         """Return x (N, B, 64) float32 and y (N, B) int64."""
         data, context = digits(), self.context[update]
         chosen = self._examples(update, context)
-        x, y = self._seen(data.x[chosen], data.y[chosen], context)
+        x, y = self._show_in_context(data.x[chosen], data.y[chosen], context)
         fading = torch.nonzero(self.fade[update] > 0)[:, 0]
         if len(fading):
             rows = fading.numpy()
             angle = self.fade[update, fading][:, None, None]
-            after, _ = self._seen(data.x[chosen[rows]], data.y[chosen[rows]], context[rows] + 1, rows)
+            after, _ = self._show_in_context(data.x[chosen[rows]], data.y[chosen[rows]], context[rows] + 1, rows)
             x[fading] = x[fading] * angle.cos() + after * angle.sin()
         return x, y
 
@@ -212,7 +212,7 @@ class DrawnStreams:
             keys.key(Purpose.STREAM, self.keys[:, None], Draw.TEST, contexts[:, None], np.arange(count))
         )
         chosen = TRAINING + (drawn * held).astype(np.int64)
-        return self._seen(data.x[chosen], data.y[chosen], contexts)
+        return self._show_in_context(data.x[chosen], data.y[chosen], contexts)
 
     def _examples(self, update: int, context: Ints) -> Ints:
         """Draw (N, B) training examples of one batch, uniformly over them, or over classes and then over their examples."""
@@ -228,7 +228,7 @@ class DrawnStreams:
             chosen[some] = data.by_class[label, (drawn[some] * data.sizes[label]).astype(np.int64)]
         return chosen
 
-    def _seen(self, x: Tensor, y: Tensor, context: Ints, rows: Ints | None = None) -> tuple[Tensor, Tensor]:
+    def _show_in_context(self, x: Tensor, y: Tensor, context: Ints, rows: Ints | None = None) -> tuple[Tensor, Tensor]:
         """Show examples (n, B) as the given contexts (n,) of some streams do."""
         n = torch.arange(len(self.keys)) if rows is None else torch.from_numpy(rows)
         c = torch.from_numpy(context)

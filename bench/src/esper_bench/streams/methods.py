@@ -64,7 +64,7 @@ def _l2_init(streams: Streams, settings: Settings) -> Learner:
     return NetworkLearner(streams, _module(streams, settings, WIDE), OnAlarm(), to_first=True, **own)
 
 
-def _with(
+def _with_addition(
     addition: Callable[[NetworkLearner, Settings], Addition], size: tuple[int, int, int] = WIDE
 ) -> Callable[[Streams, Settings], Learner]:
     """Return the maker of one network that ignores alarms, with an addition to its training."""
@@ -111,7 +111,7 @@ def build_fitted(streams: Streams, settings: Settings) -> NetworkLearner:
     return NetworkLearner(streams, make, rule, bank=BANK, recognise=rule.recognise, **own)
 
 
-def _of_file(path: Path) -> Method:
+def _read_method(path: Path) -> Method:
     """Make the method whose numbers a file has. Raises InputError if it is missing or damaged."""
     summary = "as adaptive, with thresholds and rates that were fitted to the return of whole training streams"
     return Method(summary, {"norm": True, "decay": 0.01, **read_numbers(path)}, build_fitted)
@@ -160,17 +160,19 @@ _KNOWN: Mapping[str, Method] = MappingProxyType(
         "continual-backprop": Method(
             "hidden units of little use are drawn anew all the time",
             {**_STATIC, "rate": 0.001},
-            _with(lambda learner, settings: Replacement(learner, rate=settings["rate"])),
+            _with_addition(lambda learner, settings: Replacement(learner, rate=settings["rate"])),
         ),
         "replay": Method(
             "trains on 128 stored examples too",
             {**_STATIC, "drawn": 24},
-            _with(lambda learner, settings: Replay(learner, capacity=CAPACITY, drawn=settings["drawn"]), NARROW),
+            _with_addition(
+                lambda learner, settings: Replay(learner, capacity=CAPACITY, drawn=settings["drawn"]), NARROW
+            ),
         ),
         "ewc": Method(
             "weights that mattered before an alarm are held",
             {**_STATIC, "strength": 1.0},
-            _with(lambda learner, settings: Consolidation(learner, strength=settings["strength"])),
+            _with_addition(lambda learner, settings: Consolidation(learner, strength=settings["strength"])),
         ),
         "ensemble": Method(
             "six small networks; the one with the least recent loss predicts and learns",
@@ -217,7 +219,7 @@ _KNOWN: Mapping[str, Method] = MappingProxyType(
             {**_COMMON, "lr": 0.0125, "head_rate": 2.0, "trunk_rate": 0.1, "patience": 4},
             _adaptive,
         ),
-        "shipped": _of_file(SHIPPED),
+        "shipped": _read_method(SHIPPED),
     }
 )
 METHODS: Mapping[str, Method] = MappingProxyType(
@@ -249,7 +251,7 @@ def find_method(name: str) -> Method:
     if name in METHODS:
         return METHODS[name]
     if name.endswith(SUFFIX):
-        return _of_file(Path(name))
+        return _read_method(Path(name))
     hint = did_you_mean(name, METHODS)
     raise InputError(
         f"unknown method {name!r}; the methods are {', '.join(METHODS)}, or the path of a .json file"
