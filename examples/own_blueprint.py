@@ -10,7 +10,7 @@ import esper
 
 
 class Gated(nn.Module):
-    """out(tanh(value(u)) * (1 + tanh(gate(u))))."""
+    """Computes out(tanh(value(u)) * (1 + tanh(gate(u))))."""
 
     def __init__(self, reads, writes):
         super().__init__()
@@ -19,13 +19,13 @@ class Gated(nn.Module):
         nn.init.zeros_(self.out.bias)
 
     def forward(self, u):
-        """(B, reads) -> (B, writes)."""
+        """Map (B, reads) -> (B, writes)."""
         return self.out(torch.tanh(self.value(u)) * (1 + torch.tanh(self.gate(u))))
 
 
 @esper.blueprint("my-gated", tap="before", parameters=lambda reads, writes: 32 * (reads + 1) + writes * 17)
 def my_gated(reads, writes):
-    """A gated layer of 16 units around the segment."""
+    """Make a gated layer of 16 units around the segment."""
     return Gated(reads, writes)
 
 
@@ -35,7 +35,7 @@ y = (x[:, 0] * x[:, 1] > 0).long()
 
 
 def host():
-    """A network that is too narrow in the middle to tell the classes apart."""
+    """Build a network that is too narrow in the middle to tell the classes apart."""
     narrow = nn.Sequential(nn.Linear(8, 1), nn.ReLU(), nn.Linear(1, 8))
     return esper.SegmentedHost([nn.Linear(4, 8), narrow, nn.Linear(8, 2)], [esper.SlotSpec("middle", after=1, width=8)])
 

@@ -13,7 +13,7 @@ class Bypasses(esper.Controller):
     """Plants a bypass around every block where one fits, and keeps a seed that helps clearly."""
 
     def act(self, view):
-        """The decisions of one step, from the `esper.View` of all networks."""
+        """Decide for one step, from the `esper.View` of all networks."""
         actions = esper.Actions.wait(len(view.host_params))
         bypass = [blueprint.name for blueprint in view.space.blueprints].index("bypass-mlp")
         contribution = view.measurements.contribution

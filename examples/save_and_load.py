@@ -15,7 +15,7 @@ loss = nn.CrossEntropyLoss()
 
 
 def build():
-    """The network as it is before it grows."""
+    """Build the network as it is before it grows."""
     return nn.Sequential(nn.Linear(64, 4), nn.ReLU(), nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 10))
 
 

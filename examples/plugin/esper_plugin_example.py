@@ -1,4 +1,4 @@
-"""A package that adds a task, a controller, an output and a command to Esper (`esper docs plugins`)."""
+"""Define a package that adds a task, a controller, an output and a command to Esper (`esper docs plugins`)."""
 
 from collections import Counter
 from typing import Annotated
@@ -10,7 +10,7 @@ import esper
 
 
 def rings():
-    """Two rings of points, one inside the other, for a small MLP."""
+    """Make a task of two rings of points, one inside the other, for a small MLP."""
     draw = np.random.default_rng(0)
     angle, inner = draw.uniform(0, 2 * np.pi, 600), draw.integers(0, 2, 600)
     radius = np.where(inner, 1.0, 2.0) + draw.normal(0, 0.2, 600)
