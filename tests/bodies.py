@@ -1,4 +1,4 @@
-"""Bodies for tests: a slim host, any menu, seeds in any stage, parameters that are not 0."""
+"""Build bodies for tests: a slim host, any menu, seeds in any stage, parameters that are not 0."""
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ ALL = tuple(name for kind, name in BLUEPRINTS if kind == Kind.VECTOR)
 
 
 def planted_body(host, kind, rows, menu, dtype, **options):
-    """A body of freshly drawn hosts of one kind of stream; row r is drawn with key r."""
+    """Build a body of freshly drawn hosts of one kind of stream; row r is drawn with key r."""
     example = torch.zeros(2, *host.inputs, dtype=dtype)
     entries = [get_blueprint(name, kind) for name in menu]
     body = Body(lambda: host().to(dtype), entries, max(rows, 2), example, **options)
@@ -25,7 +25,7 @@ def planted_body(host, kind, rows, menu, dtype, **options):
 
 
 def make_body(rows=4, menu=ALL, *, width=8, hidden=(3, 5), inputs=6, dtype=torch.float32, plain=False, **options):
-    """A body of freshly drawn hosts; row r is drawn with key r. `plain` hides that the host can run stacked."""
+    """Build a body of freshly drawn hosts; row r is drawn with key r. `plain` hides that the host can run stacked."""
     factory = MLP(inputs=inputs, width=width, hidden=hidden, outputs=3)
 
     def host():
@@ -66,5 +66,5 @@ def shake(body, seeds, env, slot, scale, *, key=0):
 
 
 def empty(body):
-    """No seed anywhere."""
+    """Return dormant seeds: none is planted anywhere."""
     return dormant(body.host.capacity, len(body.slots))

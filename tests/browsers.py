@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 @contextmanager
 def watched(browser, missing=0, **options):
-    """A page whose console and requests are watched; what a page of ours never does fails the test at the end.
+    """Open a page whose console and requests are watched; what a page of ours never does fails the test at the end.
 
     `missing` is how many pages are opened that are not there: the browser itself says so in the console.
     """

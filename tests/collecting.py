@@ -1,4 +1,4 @@
-"""How pytest spends less of the processor on itself: seldom looks for garbage, and begins the longest modules first."""
+"""Let pytest spend less of the processor on itself: it seldom looks for garbage, and begins the longest modules first."""
 
 import gc
 
@@ -41,6 +41,6 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """The objects of all imports stay. To look through them again and again for garbage took a twelfth of the time."""
+    """Keep the objects of all imports. To look through them again and again for garbage took a twelfth of the time."""
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""The `esper` command, run in this process and in a folder of its own."""
+"""Run the `esper` command in this process and in a folder of its own."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ from esper.cli import main
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
-    """The test runs in a folder of its own, in a terminal of 200 columns; processes that it starts find the same modules."""
+    """Run the test in a folder of its own, in a terminal of 200 columns; processes that it starts find the same modules."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setenv("COLUMNS", "200")
@@ -19,7 +19,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 @pytest.fixture
 def esper(capsys):
-    """Runs the command; gives (exit code, stdout, stderr)."""
+    """Return a function that runs the command and gives (exit code, stdout, stderr)."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
         capsys.readouterr()
@@ -32,5 +32,5 @@ def esper(capsys):
 
 
 def files(folder: Path = Path()) -> list[str]:
-    """Every path below a folder."""
+    """List every path below a folder."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))

@@ -1,4 +1,4 @@
-"""Shared pieces: one thread, small populations, and seeds put into a body by hand."""
+"""Share one thread, small populations, and seeds that are put into a body by hand."""
 
 import signal
 from importlib.metadata import entry_points
@@ -15,7 +15,7 @@ torch.set_num_threads(1)
 
 
 def entry_points_of_others(group):
-    """What an installed package adds is no part of the library that is tested here."""
+    """Leave out what an installed package adds, which is no part of the library that is tested here."""
     return [entry for entry in entry_points(group=group) if entry.dist.name != "esper-bench"]
 
 
@@ -29,13 +29,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture(autouse=True)
 def drawn_from_zero():
-    """Every test draws its own numbers from the same start."""
+    """Let every test draw its own numbers from the same start."""
     torch.default_generator.manual_seed(0)  # torch.manual_seed formats the stack for each kind of device: a millisecond
 
 
 @pytest.fixture(autouse=True)
 def kernels_as_they_were():
-    """What an engine with deterministic=true sets holds for the process; here it ends with the test."""
+    """Restore, after the test, what an engine with deterministic=true sets for the whole process."""
     cudnn, products = torch.backends.cudnn, torch.backends.cuda.matmul
     found = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     flags = cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32, products.allow_tf32

@@ -1,4 +1,4 @@
-"""A machine that stops between two system calls, as often as there are calls, and a process that is gone after some steps."""
+"""Stop a machine between two system calls, as often as there are calls, or a process after some steps."""
 
 import os
 
@@ -8,15 +8,15 @@ CALLS = ("mkdir", "rmdir", "unlink", "rename", "replace", "truncate", "ftruncate
 
 
 class Crash(BaseException):
-    """The machine stops: nothing that runs after it has an effect."""
+    """Stops the machine: nothing that runs after it has an effect."""
 
 
 class Left(BaseException):
-    """The process is gone."""
+    """Ends the process."""
 
 
 class Leaving(Progress):
-    """A Progress under which the process is gone after so many steps."""
+    """Reports progress until the process is gone, after so many steps."""
 
     def __init__(self, after):
         self.after, self.notes, self.steps = after, [], 0
@@ -31,7 +31,7 @@ class Leaving(Progress):
 
 
 def crashing(monkeypatch, at):
-    """From the system call number `at` on, every one that changes the disk fails; returns the list of those made."""
+    """Let every system call that changes the disk fail from number `at` on; returns the list of those made."""
     made = []
 
     def counted(name, real):
@@ -49,7 +49,7 @@ def crashing(monkeypatch, at):
 
 
 def at_every_call(monkeypatch, prepare, act):
-    """`prepare` and then `act`, with a crash at each system call of `act` in turn; yields after each, and after none at last."""
+    """Run `prepare`, then `act` with a crash at each of its system calls in turn; yields after each, and after none at last."""
     at, whole = 0, False
     while not whole:
         prepare()

@@ -1,4 +1,4 @@
-"""Workers in the process of a test, and a task that no worker can import."""
+"""Run workers in the process of a test, and define a task that no worker can import."""
 
 from esper.runs.workers.transports import MessageAnswers
 
@@ -17,7 +17,7 @@ def task():
 
 
 class Beside:
-    """A crew of real workers in this process, some of which are lost instead of giving a certain answer."""
+    """Runs real workers in this process, some of which are lost instead of giving a certain answer."""
 
     def __init__(self, size, work, losses=()):
         self.numbers, self.work, self.losses = range(size), work, list(losses)

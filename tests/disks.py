@@ -1,4 +1,4 @@
-"""Disks without room: a small file system that is really full, and one that says so of files of some name."""
+"""Make disks without room: a small file system that is really full, and one that says so of files of some name."""
 
 import errno
 import os
@@ -10,7 +10,7 @@ import pytest
 
 
 class Tmpfs:
-    """A file system of a megabyte in memory."""
+    """Offers a file system of a megabyte in memory."""
 
     def __init__(self, path):
         self.path, self.filler = path, path / "filler"
@@ -34,7 +34,7 @@ def _pour(file, size):
 
 @pytest.fixture
 def tmpfs(tmp_path):
-    """Skips where nothing may be mounted, which takes root."""
+    """Make a small file system in memory; skips where nothing may be mounted, which takes root."""
     path = tmp_path / "disk"
     path.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
@@ -50,7 +50,7 @@ def tmpfs(tmp_path):
 
 @pytest.fixture
 def full_device():
-    """The path of a device on which every write finds no room. Linux has one."""
+    """Return the path of a device on which every write finds no room. Linux has one."""
     path = Path("/dev/full")
     if not path.exists():
         pytest.skip("needs a device that is always full")
@@ -81,7 +81,7 @@ class Full:
 
 @pytest.fixture
 def full(monkeypatch):
-    """full(pattern, times, call) makes `os.write`, or `os.fsync`, find no room for files of some name."""
+    """Return full(pattern, times, call), which makes `os.write`, or `os.fsync`, find no room for files of some name."""
     if not os.path.isdir("/proc/self/fd"):
         pytest.skip("needs /proc to tell the name of what is written")
 

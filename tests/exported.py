@@ -1,4 +1,4 @@
-"""What an export must hold, worked out slowly from the file of events; and a target that keeps it in memory."""
+"""Compute slowly what an export must hold, from the file of events, and define a target that keeps it in memory."""
 
 from collections import Counter, defaultdict
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ def spread(name, values, best):
 
 
 def curves_of_steps(folder):
-    """The curves of a grown run by name, each a list of (x, value)."""
+    """Compute the curves of a grown run by name, each a list of (x, value)."""
     curves, counts = defaultdict(list), Counter()
     for row in read_events(folder / "events.jsonl"):
         if isinstance(row, LifecycleRow) and row.to_stage in COUNTED:
@@ -48,7 +48,7 @@ def curves_of_steps(folder):
 
 
 class Kept:
-    """A target in memory, which holds what it got by run and checks that x never decreases."""
+    """Keeps in memory what it got by run, as a target of an export, and checks that x never decreases."""
 
     def __init__(self):
         self.runs, self.said = {}, []

@@ -1,4 +1,4 @@
-"""Models of Hugging Face's transformers, each with an example, built from small configurations: nothing is downloaded."""
+"""Build models of Hugging Face's transformers, each with an example, from small configurations: nothing is downloaded."""
 
 import pytest
 import torch

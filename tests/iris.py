@@ -1,4 +1,4 @@
-"""A run of three environments on iris, and what a command prints."""
+"""Grow three environments on iris, and return what a command prints."""
 
 import pytest
 
@@ -7,14 +7,14 @@ from esper.cli import main
 
 
 def grow_iris(folder, steps=6):
-    """The folder of a run, grown by random decisions."""
+    """Grow a run by random decisions, and return its folder."""
     settings = {"envs": 3, "steps": steps, "models": "none", "baselines": ["twin"]}
     esper.grow("iris", settings, controller="random-valid", run=folder, progress=False)
     return folder
 
 
 def printed(capsys, *arguments):
-    """Exit code, output and errors of a command."""
+    """Run a command and return its exit code, output and errors."""
     with pytest.raises(SystemExit) as ended:
         main(list(map(str, arguments)))
     out, err = capsys.readouterr()

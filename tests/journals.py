@@ -1,4 +1,4 @@
-"""Rows of a journal, for the comparison of two runs."""
+"""Read the rows of a journal for the comparison of two runs."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ COVERED = ("covered", "device_reads")
 
 
 def events(folder):
-    """The rows of a run without their numbers, which must have no gap, and without what differs between equal runs.
+    """Read the rows of a run without their numbers, which must have no gap, and without what differs between equal runs.
 
     Rows of checkpoints are left out, because their places depend on when a run was interrupted, and so is the environment.
     """

@@ -1,4 +1,4 @@
-"""A network of any kind that lives through a whole growth beside a plain copy, for tests: born, blended, kept, finished."""
+"""Let a network of any kind live through a whole growth beside a plain copy, for tests: born, blended, kept, finished."""
 
 import copy
 import pickle
@@ -36,7 +36,7 @@ FOLDS = {Kind.MAP: "bypass-conv-1x1", Kind.VOLUME: "bypass-conv-1x1x1"}
 
 
 class Host(NamedTuple):
-    """build() is a network, batch() an input and a target, loss(output, target) one number or one for each example."""
+    """Describes a network build(), an input and target batch(), and loss(output, target), one number or one for each example."""
 
     build: Callable[[], nn.Module]
     batch: Callable[[], tuple[Any, Any]]
@@ -44,7 +44,7 @@ class Host(NamedTuple):
 
 
 class Life(NamedTuple):
-    """The sites that were found, the blueprints of the seeds that were kept, by site, and the sites whose seed was folded."""
+    """Holds the sites found, the blueprints of the seeds kept, by site, and the sites whose seed was folded."""
 
     sites: FoundSites
     kept: dict[str, str]
@@ -56,7 +56,7 @@ Planned = dict[str, tuple[str, Blend]]
 
 
 def usual_plan(model: nn.Module, sites: FoundSites) -> Planned:
-    """What to plant where: at the first and last site, and a linear seed at an nn.Linear, or else at a site in the middle."""
+    """Choose what to plant where: at the first and last site, and a linear seed at an nn.Linear, or else in the middle."""
     names = list(sites)
     first, *_, last = names if len(names) > 1 else names * 2
     linear = [name for name in names if isinstance(model.get_submodule(sites[name].after), nn.Linear)]
@@ -71,7 +71,7 @@ def usual_plan(model: nn.Module, sites: FoundSites) -> Planned:
 
 
 def train(model, optimizer, host, number):
-    """One step of a loop; the batch is returned."""
+    """Do one step of a loop, and return its batch."""
     model.train()
     with drawn_with(100 + number):
         x, y = host.batch()
@@ -82,7 +82,7 @@ def train(model, optimizer, host, number):
 
 
 def equal(one: Any, other: Any, tolerance: float = 0.0) -> bool:
-    """Whether two outputs of any structure have the same numbers, up to a share of the largest."""
+    """Return whether two outputs of any structure have the same numbers, up to a share of the largest."""
     mine, theirs = list(floats(one)), list(floats(other))
     return len(mine) == len(theirs) > 0 and all(
         a.shape == b.shape and bool((a - b).abs().max() <= tolerance * b.abs().max().clamp(min=1))
@@ -91,7 +91,7 @@ def equal(one: Any, other: Any, tolerance: float = 0.0) -> bool:
 
 
 def assert_untouched(model, plain, host):
-    """Outputs in both modes, gradients and buffers of the host are those of the plain network, bit for bit."""
+    """Check that outputs in both modes, gradients and buffers of the host are those of the plain network, bit for bit."""
     mine = {name: value for name, value in model.state_dict().items() if ".esper." not in f".{name}"}
     theirs = plain.state_dict()
     assert list(mine) == list(theirs)
@@ -208,7 +208,7 @@ def finished(growth: Growth, host: Host, kept: Mapping[str, str]) -> list[str]:
 
 
 def row(name: str, life: Life) -> str:
-    """The row of docs/sites.md for a network that lived through a growth."""
+    """Write the row of docs/sites.md for a network that lived through a growth."""
     orders = {stream: stream.order if stream.permutation else "" for stream in (s.stream for s in life.sites.values())}
     streams = ", ".join(
         dict.fromkeys(f"`{type(stream).__name__}`{f' {order}' * bool(order)}" for stream, order in orders.items())

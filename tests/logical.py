@@ -1,4 +1,4 @@
-"""A second logical device for torch without a GPU. Its tensors have their data on the CPU, but no operation mixes the two."""
+"""Define a second logical device for torch without a GPU. Its tensors have data on the CPU; no operation mixes the two."""
 
 import torch
 from torch.utils import _pytree as pytree
@@ -9,7 +9,7 @@ COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 
 
 class Far(torch.Tensor):
-    """A tensor on the logical device."""
+    """Holds the data of a tensor on the logical device."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -40,7 +40,7 @@ class Logical(TorchDispatchMode):
 
 
 def carried_out(func, args, kwargs):
-    """The result of an operation. RuntimeError if it has tensors of both devices, as on a GPU."""
+    """Return the result of an operation. RuntimeError if it has tensors of both devices, as on a GPU."""
     if func is torch.ops.prim.device.default:
         return DEVICE
     tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""What tests of growth in somebody else's loop have in common: a script, and equality to the last bit."""
+"""Share what tests of growth in somebody else's loop have in common: a script, and equality to the last bit."""
 
 import torch
 import torch.nn.functional as F
@@ -29,19 +29,19 @@ SETTINGS = {
 
 
 def stages(growth):
-    """The stage of every slot."""
+    """Name the stage of every slot."""
     return [Stage(int(stage)).name for stage in growth.engine.state.seeds.stage[0]]
 
 
 def repeatable(growth):
-    """The summary of a growth without what is in seconds, which differs between two runs that are equal otherwise."""
+    """Return the summary of a growth without what is in seconds, which differs between two runs that are equal otherwise."""
     summary = {name: value for name, value in growth.summary().items() if name not in ("seconds", "outlook")}
     cut = {name: summary[name] and summary[name].partition(";")[0] for name in ("stopped", "verdict")}
     return summary | cut
 
 
 def equal(one, other):
-    """Whether two trees hold the same, bit for bit; modules are compared by their tensors."""
+    """Return whether two trees hold the same, bit for bit; modules are compared by their tensors."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
@@ -58,14 +58,14 @@ WIDTH = 6
 
 
 def two_class_data(key, examples):
-    """Examples (examples, WIDTH) of two classes, keyed by a number."""
+    """Draw examples (examples, WIDTH) of two classes, keyed by a number."""
     with drawn_with(key):
         x = torch.randn(examples, WIDTH)
         return x, (x.sum(1) > 0).long()
 
 
 def growth_at_two_sites(probe, **options):
-    """A growth of a network of 98 parameters, with so many examples in its probe, or with these batches."""
+    """Make a growth of a network of 98 parameters, with so many examples in its probe, or with these batches."""
     with drawn_with(0):
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2))
     graft(model, {name: Site(name, name, name, Vector(WIDTH)) for name in ("0", "2")})
@@ -75,7 +75,7 @@ def growth_at_two_sites(probe, **options):
 
 
 def train_two_classes(growing, steps, examples, *, batch):
-    """Steps of the loop, whose batches are keyed by their number; returns for each whether a decision was made.
+    """Train for some steps, whose batches are keyed by their number; returns for each whether a decision was made.
 
     batch: whether growth gets the batch.
     """

@@ -10,7 +10,7 @@ EVIL = "</script><script>alert(1)</script>\" onload='x' \u202e\x1b[31m&amp;"
 
 
 class Page(HTMLParser):
-    """Tags that are open, and what the page holds; fails where a tag is closed that is not open."""
+    """Keeps the tags that are open, and what the page holds; fails where a tag is closed that is not open."""
 
     def __init__(self, text):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Small images for tests: a task, a body of convolutional hosts, and CIFAR-10 files in the published format."""
+"""Make small images for tests: a task, a body of convolutional hosts, and CIFAR-10 files in the published format."""
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ PIXELS = Pixels((100.0, 120.0), (50.0, 60.0))
 
 
 def drawn(count, *, seed=0, inputs=INPUTS):
-    """Byte images whose brighter half tells the class."""
+    """Draw byte images whose brighter half tells the class."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(0, 200, (count, *inputs), dtype=torch.uint8, generator=generator)
     y = torch.randint(0, 3, (count,), generator=generator)
@@ -27,7 +27,7 @@ def drawn(count, *, seed=0, inputs=INPUTS):
 
 
 def pictures(*, host=HOST, menu=MAP_MENU, pixels=PIXELS):
-    """A task that trains in milliseconds."""
+    """Make a task that trains in milliseconds."""
     train, probe, validation, test = (drawn(n, seed=n) for n in (96, 40, 24, 30))
     return Task(
         "pictures", "bright halves", host, train, probe, validation, test, Classification(3), menu, pixels=pixels
@@ -35,19 +35,19 @@ def pictures(*, host=HOST, menu=MAP_MENU, pixels=PIXELS):
 
 
 def map_body(rows=3, menu=MAPS, *, host=HOST, dtype=torch.float32, **options):
-    """A body of freshly drawn convolutional hosts; row r is drawn with key r."""
+    """Build a body of freshly drawn convolutional hosts; row r is drawn with key r."""
     return planted_body(host, Kind.MAP, rows, menu, dtype, **options)
 
 
 def cifar_records(count, seed):
-    """(count, 3073) bytes: labels, and images."""
+    """Draw (count, 3073) bytes: labels, and images."""
     records = np.random.default_rng(seed).integers(0, 256, (count, 3073)).astype(np.uint8)
     records[:, 0] = np.arange(count) % 10
     return records
 
 
 def write_cifar(folder, count=40):
-    """The six files of the published binary version, with fewer images in each."""
+    """Write the six files of the published binary version, with fewer images in each."""
     place = folder / "cifar-10-batches-bin"
     place.mkdir(parents=True)
     for index, name in enumerate([*(f"data_batch_{k}.bin" for k in range(1, 6)), "test_batch.bin"]):

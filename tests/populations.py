@@ -1,4 +1,4 @@
-"""Small populations for tests: a task that trains in milliseconds, and a client that replays what it is told."""
+"""Make small populations for tests: a task that trains in milliseconds, and a client that replays what it is told."""
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ MENU = ("bypass-linear", "bypass-mlp", "mlp-small")
 
 
 def blobs(*, dtype=torch.float32, examples=160, classes=3, hidden=(3, 5), menu=MENU, stacks=True, frozen=False):
-    """Noisy clusters, and a slim host with two slots."""
+    """Make a task of noisy clusters, and a slim host with two slots."""
     generator = torch.Generator().manual_seed(5)
     y = torch.arange(examples) % classes
     centres = torch.randn(classes, 6, generator=generator, dtype=torch.float64)
@@ -35,7 +35,7 @@ def blobs(*, dtype=torch.float32, examples=160, classes=3, hidden=(3, 5), menu=M
 
 
 def small_config(*layers, **top):
-    """A config of short steps."""
+    """Make a config of short steps."""
     base = {"envs": 3, "steps": 8, "baselines": [], "data": {"batch_size": 12, "batches_per_step": 3}}
     return build_config(
         base,
@@ -49,7 +49,7 @@ def small_config(*layers, **top):
 
 
 class Memory:
-    """A sink that keeps the rows of the events in a list."""
+    """Keeps the rows of the events in a list, as a sink."""
 
     def __init__(self):
         self.rows = []
@@ -62,7 +62,7 @@ class Memory:
 
 
 class Journalled(VectorizedEngine):
-    """An engine that keeps the rows of all its steps."""
+    """Runs as an engine, and keeps the rows of all its steps."""
 
     def __init__(self, task, config, level="step"):
         super().__init__(task, config)
@@ -79,7 +79,7 @@ class Journalled(VectorizedEngine):
 
 
 class Script(Controller):
-    """Decisions by (step, env): {(2, 0): (op, slot, blueprint, blend, tempo index, target index)}; WAIT elsewhere."""
+    """Plays decisions by (step, env): {(2, 0): (op, slot, blueprint, blend, tempo index, target index)}; WAIT elsewhere."""
 
     def __init__(self, decisions):
         self.decisions, self.outcomes, self.views = decisions, [], []
@@ -108,7 +108,7 @@ EARLY = {at: decision for at, decision in GROW.items() if at[0] < 3}  # births, 
 
 
 def trajectory(config, decisions=GROW, task=None, env=0):
-    """Everything that a row went through: parameters, moments and measurements after every step."""
+    """Play a run; return the engine, the client, and a row's parameters, moments and measurements after every step."""
     engine = VectorizedEngine(task or blobs(), config)
     view, client, seen = engine.reset(), Script(decisions), []
     while view.step < config.steps:
@@ -132,7 +132,7 @@ GROW_ZERO = {(step, 0): decision for (step, env), decision in GROW.items() if en
 
 
 class Lost(Dataset):
-    """Examples that cannot be read any more once `left` of them were read."""
+    """Holds examples that cannot be read any more once `left` of them were read."""
 
     def __init__(self):
         self.x = torch.randn(300, 6, generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Growth in several processes: a program that each of them runs, and that tests start and read. B examples."""
+"""Run growth in several processes: a program that each of them runs, and that tests start and read. B examples."""
 
 import os
 import subprocess
@@ -40,7 +40,7 @@ SETTINGS = {
 
 
 class Case(NamedTuple):
-    """One training.
+    """Describes one training.
 
     Attributes:
         shadow: whether seeds incubate in a pass of their own
@@ -121,7 +121,7 @@ def host(case):
 
 
 def shard(model, case):
-    """Some layers by themselves, the others with the whole."""
+    """Shard some layers by themselves, the others with the whole."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -135,7 +135,7 @@ def shard(model, case):
 
 
 def refusals(rank, size):
-    """The sentences with which a sharded model is refused."""
+    """Return the sentences with which a sharded model is refused."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel as Flat
     from torch.distributed.fsdp import fully_shard
@@ -184,7 +184,7 @@ def refusals(rank, size):
 
 
 def held(growth):
-    """Bytes of the parameters, the moments and the snapshot in this process."""
+    """Count the bytes of the parameters, the moments and the snapshot in this process."""
     kept = growth.engine.governor.keeper
     moments = [*growth.population.groups.optimizer.state.values(), *kept.moments.values()]
     tensors = [
@@ -197,7 +197,7 @@ def held(growth):
 
 
 def wrap(model, case):
-    """The model for the loop: wrapped with the seeds that act, but without those whose gradients the loop does not see."""
+    """Wrap the model for the loop with the seeds that act, without those whose gradients the loop does not see."""
     if not dist.is_initialized() or case.wrap == "before":
         return model
     if case.wrap in ("after", "bare", "copies"):
@@ -214,7 +214,7 @@ def wrap(model, case):
 
 @contextmanager
 def unsynchronised(wrapped):
-    """A part of a step whose gradients are kept for the next part."""
+    """Keep the gradients of a part of a step for the next part."""
     if isinstance(wrapped, nn.parallel.DistributedDataParallel):
         with wrapped.no_sync():
             yield
@@ -225,7 +225,7 @@ def unsynchronised(wrapped):
 
 
 def train(name, rank=0, size=1, folder=None, cases=CASES):
-    """What a case comes to, in one process of several."""
+    """Train a case in one process of several, and return what it comes to."""
     case = cases[name]
     model = host(case)
     average = torch.optim.swa_utils.AveragedModel(model) if case.average else None
@@ -311,7 +311,7 @@ def train(name, rank=0, size=1, folder=None, cases=CASES):
 
 
 def start(size, folder, names, table="CASES"):
-    """Processes that run some cases of a table, one after the other."""
+    """Start processes that run some cases of a table, one after the other."""
     command = [sys.executable, __file__, str(size), str(folder), table, *names]
     return [
         subprocess.Popen([command[0], command[1], str(rank), *command[2:]], stderr=subprocess.PIPE, text=True)
@@ -320,7 +320,7 @@ def start(size, folder, names, table="CASES"):
 
 
 def finished(running, size, folder):
-    """What every process found in every case."""
+    """Wait for the processes, and return what each of them found in every case."""
     for each in running:
         _, error = each.communicate(timeout=240)
         assert each.returncode == 0, error

@@ -1,4 +1,4 @@
-"""Small sequences for tests: causal hosts of three widths, and a body of them."""
+"""Make small sequences for tests: causal hosts of three widths, and a body of them."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ LENGTH = 7
 
 
 class RunningMean(nn.Module):
-    """The mean over this and earlier positions: causal, and without parameters."""
+    """Computes the mean over this and earlier positions: causal, and without parameters."""
 
     stacks = True
 
@@ -26,7 +26,7 @@ class RunningMean(nn.Module):
 
 
 class LastPosition(nn.Module):
-    """(B, L, C) -> (B, C)."""
+    """Takes the last position: (B, L, C) -> (B, C)."""
 
     stacks = True
 
@@ -36,7 +36,7 @@ class LastPosition(nn.Module):
 
 @dataclass(frozen=True)
 class CausalHost:
-    """(B, L, 2) -> (B, 3); slots of 4 and 5 features behind the first two segments."""
+    """Makes hosts (B, L, 2) -> (B, 3) with slots of 4 and 5 features behind the first two segments."""
 
     inputs: tuple[int, ...] = (LENGTH, 2)
     outputs: int = 3
@@ -56,5 +56,5 @@ HOST = CausalHost()
 
 
 def sequence_body(rows=3, menu=SEQUENCES, *, host=HOST, dtype=torch.float32, **options):
-    """A body of freshly drawn hosts; row r is drawn with key r."""
+    """Build a body of freshly drawn hosts; row r is drawn with key r."""
     return planted_body(host, Kind.SEQUENCE, rows, menu, dtype, **options)

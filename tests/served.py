@@ -16,7 +16,7 @@ TOKEN = "a-token-of-some-length"
 
 
 def make_runs(folder):
-    """Folders of a finished, a killed, a damaged and a strangely named run, some levels deep."""
+    """Make folders of a finished, a killed, a damaged and a strangely named run, some levels deep."""
     settings = {"envs": 3, "steps": 8, "models": "none", "baselines": [], "telemetry": {"level": "step"}}
     run = folder / "finished"
     esper.grow("iris", settings, controller="random-valid", run=run, progress=False)
@@ -40,7 +40,7 @@ def make_runs(folder):
 
 
 def renamed(tree, old, new):
-    """A tree in which every entry and every key that is one text is another."""
+    """Replace every entry and every key of a tree that is one text by another."""
     if isinstance(tree, dict):
         return {renamed(key, old, new): renamed(value, old, new) for key, value in tree.items()}
     if isinstance(tree, list):
@@ -49,7 +49,7 @@ def renamed(tree, old, new):
 
 
 def read(events):
-    """The rows of a journal."""
+    """Read the rows of a journal."""
     return [json.loads(line) for line in events.read_text().splitlines()]
 
 
@@ -59,7 +59,7 @@ def write(events, rows):
 
 
 def refuse_some(events):
-    """Every third decision was refused, as no rule that chooses among valid decisions would have it."""
+    """Refuse every third decision, as no rule that chooses among valid decisions would have it."""
     rows = read(events)
     for row in [row for row in rows if row["kind"] == "decision"][::3]:
         row.update(carried_out=False, refusal="not_in_time", why="nobody knows")
@@ -76,7 +76,7 @@ def begin(run, rows):
 
 @contextmanager
 def served_here(folders, token=None):
-    """A server in a thread of this process, on a free port of this machine, and its address."""
+    """Serve in a thread of this process, on a free port of this machine; yields the address."""
     from esper.karn.serve.access import Door
     from esper.karn.serve.app import create_app
     from esper.karn.serve.library import Library
@@ -96,7 +96,7 @@ def served_here(folders, token=None):
 
 @contextmanager
 def serving(*arguments, files=None):
-    """The process of `esper serve` on a free port, and its address; `files` is the most that it may open."""
+    """Run `esper serve` on a free port; yields the process and its address. `files` is the most that it may open."""
     command = [sys.executable, "-m", "esper", "serve", "--port", "0", *map(str, arguments)]
     limited = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh"] if files else []
     with begun([*limited, *command]) as process:

@@ -1,4 +1,4 @@
-"""Hosts for tests whose slots go around several segments: vectors, sequences and maps with a narrow place, and tasks of them."""
+"""Make hosts for tests whose slots go around several segments: vectors, sequences and maps with a narrow place, and tasks."""
 
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ def conv(reads, writes):
 
 @dataclass(frozen=True)
 class SpannedHost:
-    """(B, ...) -> (B, 3); streams of 5, 2, 6, 7 and 4 features behind the first five segments, all but the second with a slot."""
+    """Makes hosts (B, ...) -> (B, 3) with 5, 2, 6, 7 and 4 features behind the first segments; the second has no slot."""
 
     kind: Kind = Kind.VECTOR
     outputs: int = 3
@@ -81,7 +81,7 @@ BYPASSES = {
 
 
 def spanned_task(kind=Kind.VECTOR, *, host=None, menu=None, examples=160):
-    """A task of three classes on a host with two slots around several segments, which trains in milliseconds."""
+    """Make a task of three classes on a host with two slots around several segments, which trains in milliseconds."""
     made = host or SpannedHost(kind, names=("wide", "late"))
     generator = torch.Generator().manual_seed(5)
     y = torch.arange(examples) % 3

@@ -1,4 +1,4 @@
-"""TinyStories files for tests: the published formats, with stories of a few words."""
+"""Write TinyStories files for tests: the published formats, with stories of a few words."""
 
 import numpy as np
 
@@ -7,12 +7,12 @@ WORDS = np.array(TEXT.split())
 
 
 def story(seed, words):
-    """So many words in an order of their own."""
+    """Write so many words in an order of their own."""
     return " ".join(np.random.default_rng(seed).choice(WORDS, words)) + "."
 
 
 def write_text(folder, names=("TinyStoriesV2-GPT4-train.txt", "TinyStoriesV2-GPT4-valid.txt"), counts=(200, 60)):
-    """The two text files; returns their folder."""
+    """Write the two text files, and return their folder."""
     place = folder / "tinystories"
     place.mkdir(parents=True, exist_ok=True)
     for part, (name, count) in enumerate(zip(names, counts, strict=True)):
@@ -22,7 +22,7 @@ def write_text(folder, names=("TinyStoriesV2-GPT4-train.txt", "TinyStoriesV2-GPT
 
 
 def write_tokens(folder, vocabulary=90, counts=(40_000, 12_000)):
-    """The two files of uint16 tokens; returns their folder."""
+    """Write the two files of uint16 tokens, and return their folder."""
     place = folder / "tinystories"
     place.mkdir(parents=True, exist_ok=True)
     for part, (name, count) in enumerate(zip(("train.bin", "val.bin"), counts, strict=True)):
@@ -31,7 +31,7 @@ def write_tokens(folder, vocabulary=90, counts=(40_000, 12_000)):
 
 
 def write_parquet(folder, columns=("text",), counts=(200, 60)):
-    """The two parts as the Hugging Face data set lays them out; returns their folder."""
+    """Write the two parts as the Hugging Face data set lays them out, and return their folder."""
     import pyarrow
     from pyarrow import parquet
 

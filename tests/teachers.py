@@ -1,4 +1,4 @@
-"""A rule that decides several times in one step, for the tests of policies that do so too."""
+"""Decide several times in one step by a rule, for the tests of policies that do so too."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Arguments of the Python calls that are not what they should be are refused in one sentence, before anything is written."""
+"""Check that arguments that are not what they should be are refused in one sentence, before anything is written."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`esper.check_rows` names what of a user's own task depends on neighbours."""
+"""Check that `esper.check_rows` names what of a user's own task depends on neighbours."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The `esper` command, run in this process; where signals or streams matter, in one of its own."""
+"""Run the `esper` command in this process; where signals or streams matter, in one of its own."""
 
 import json
 import os
@@ -32,7 +32,7 @@ QUICK += ["--set", "baselines=twin"]
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory) -> Path:
-    """A run whose two networks were exported."""
+    """Grow a run whose two networks are exported."""
     folder = tmp_path_factory.mktemp("cli") / "run"
     with pytest.raises(SystemExit) as end:
         main(["grow", "spirals-narrow", *QUICK, "--models", "all", "--run", str(folder)])

@@ -1,4 +1,4 @@
-"""Commands whose output goes nowhere: the run comes to its end, and its folder is whole."""
+"""Check that a command whose output goes nowhere comes to its end, and that its folder is whole."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""`esper resume`: runs that were killed, finished, changed, or are none."""
+"""Test `esper resume`: runs that were killed, finished, changed, or are none."""
 
 import json
 import os
@@ -114,7 +114,7 @@ def test_a_changed_config_is_refused(esper):
 
 
 def content(folder):
-    """Every file that a run which stands still leaves as it is."""
+    """Read every file that a run which stands still leaves as it is."""
     return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 

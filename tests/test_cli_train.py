@@ -1,4 +1,4 @@
-"""`esper train`, and what uses its controller: `esper grow` and `esper eval`."""
+"""Test `esper train`, and what uses its controller: `esper grow` and `esper eval`."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ FEW += ["--set", "steps=5", "--set", "data.batches_per_step=2", "--set", "slots=
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """A run folder with a controller."""
+    """Train, and return the run folder with its controller."""
     folder = tmp_path_factory.mktemp("cli") / "run"
     with pytest.raises(SystemExit) as end:
         main(["train", "spirals-narrow", *TINY, "--set", "gates.min_holding_steps=2", "--run", str(folder)])
@@ -38,7 +38,7 @@ def trained(tmp_path_factory) -> Path:
 
 
 def refused(found: tuple[int, str, str], names: str, code: int = 2) -> None:
-    """One sentence on stderr, with what it is about."""
+    """Check one sentence on stderr, with what it is about."""
     assert found[0] == code, found
     assert found[1] == ""
     assert found[2].splitlines()[-1].startswith("error: ")
@@ -189,7 +189,7 @@ def test_a_training_does_not_replace_a_run_unless_asked(esper, trained):
 
 
 def forged(trained: Path, **facts) -> str:
-    """A copy of a controller whose JSON says something else, with a checksum that agrees."""
+    """Copy a controller whose JSON says something else, with a checksum that agrees."""
     folder = Path("forged")
     folder.mkdir()
     for path in (trained / "controller").iterdir():

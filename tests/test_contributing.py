@@ -1,4 +1,4 @@
-"""The additions that CONTRIBUTING.md shows as changes of a file work when they are made."""
+"""Check that the additions that CONTRIBUTING.md shows as changes of a file work when they are made."""
 
 import os
 import re
@@ -33,7 +33,7 @@ def blocks(language):
 
 
 def patched(source, patch):
-    """The source with the added lines of a patch, each behind the context before it, which stands in the source once."""
+    """Add the lines of a patch to a source, each behind the context before it, which stands in the source once."""
     context = "".join(line[1:] for line in patch.splitlines(keepends=True) if line.startswith(" "))
     added = "".join(line[1:] for line in patch.splitlines(keepends=True) if line.startswith("+"))
     assert source.count(context) == 1, context

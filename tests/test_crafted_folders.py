@@ -54,7 +54,7 @@ def run(ran, tmp_path):
 
 @pytest.fixture
 def stopped(run):
-    """A run that goes on where it is resumed."""
+    """Leave a run so that it goes on where it is resumed."""
     (run / "summary.json").unlink()
     return run
 
@@ -71,7 +71,7 @@ def esper_command(*arguments):
 
 
 def sentence(capsys, *arguments):
-    """What a command that is refused says."""
+    """Return what a command that is refused says."""
     capsys.readouterr()
     assert esper_command(*arguments) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
@@ -79,7 +79,7 @@ def sentence(capsys, *arguments):
 
 
 def rewrite(run, change):
-    """Alter the state of the checkpoints, as someone who knows of the checksums."""
+    """Change the state of the checkpoints, as someone who knows of the checksums."""
     for folder in (run / "checkpoints").glob("step-*"):
         facts = json.loads((folder / FACTS).read_text())
         change(facts)
@@ -188,7 +188,7 @@ def test_a_config_with_a_number_to_the_base_60_is_refused(stopped, capsys):
 
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory):
-    """A run whose rows are of every kind that a growth writes."""
+    """Grow a run whose rows are of every kind that a growth writes."""
     folder = tmp_path_factory.mktemp("recorded") / "r"
     settings = {"envs": 2, "steps": 4, "data": {"batch_size": 16}, "telemetry": {"level": "debug"}, "models": "none"}
     settings |= {"baselines": ["twin", "same-size"], "report": False}
@@ -203,7 +203,7 @@ def edited(recorded, tmp_path):
 
 
 def edits(value):
-    """What a value may be replaced by."""
+    """Yield what a value may be replaced by."""
     yield from (None, -1, 10**30, "x", [])
     if isinstance(value, list) and value:
         yield from (value[:-1], [*value, value[0]])
@@ -216,7 +216,7 @@ def edits(value):
 
 
 def each_edited(content):
-    """A mapping without one of its keys, or with another value there."""
+    """Yield a mapping without one of its keys, or with another value there, for each key and value."""
     for name, value in content.items():
         yield {key: inner for key, inner in content.items() if key != name}
         yield from ({**content, name: other} for other in edits(value))
@@ -254,7 +254,7 @@ def test_an_edited_row_is_read_or_named_with_its_line(edited, recorded):
 
 
 def read_model_of(folder):
-    """The sentence if the rows of a folder are refused."""
+    """Return the sentence with which the rows of a folder are refused; None if they are not."""
     try:
         read_model(esper.open_run(folder))
     except InputError as refusal:
@@ -279,7 +279,7 @@ def test_an_edited_file_is_read_or_named_with_its_key(edited, recorded, name):
 
 
 def read_of(folder, name):
-    """The sentence if a file of a folder is refused."""
+    """Return the sentence with which a file of a folder is refused; None if it is not."""
     run = esper.open_run(folder)
     try:
         getattr(run, {"config.yaml": "checked_config"}.get(name, name.partition(".")[0]))
@@ -340,7 +340,7 @@ def test_the_commands_name_an_entry_of_the_summary_that_is_of_another_type(edite
 
 
 def said_by(capsys, *command):
-    """The one line on stderr of a command that is refused."""
+    """Return the one line on stderr of a command that is refused."""
     capsys.readouterr()
     assert esper_command(*command) == 2
     said = capsys.readouterr().err

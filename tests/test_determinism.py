@@ -1,4 +1,4 @@
-"""What is the same to the bit and what to rounding, as docs/determinism.md says."""
+"""Check what is the same to the bit and what to rounding, as docs/determinism.md says."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ from populations import blobs, small_config
 
 
 def states(task, config, steps):
-    """All arrays of a population after every step, under a client that plants and prunes at random."""
+    """Return all arrays of a population after every step, under a client that plants and prunes at random."""
     engine, client = VectorizedEngine(task.sealed(), config), RandomValid()
     view, seen = engine.reset(), []
     for _ in range(steps):

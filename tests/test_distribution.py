@@ -1,4 +1,4 @@
-"""The distribution is `esper-grow`, and the package that it installs is `esper`."""
+"""Check that the distribution is `esper-grow`, and that the package that it installs is `esper`."""
 
 import os
 import re
@@ -23,7 +23,7 @@ TEXTS = [
 
 
 def other(folder, files="esper/__init__.py,sha256=x,1\n"):
-    """What pip leaves of the library of the package index that is called esper."""
+    """Write what pip leaves of the library of the package index that is called esper."""
     (folder / "esper-3.2.dist-info").mkdir()
     (folder / "esper-3.2.dist-info" / "RECORD").write_text(files)
 

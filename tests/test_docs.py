@@ -1,4 +1,4 @@
-"""What the documents show runs, and what they list is what there is."""
+"""Check that what the documents show runs, and that what they list is what there is."""
 
 import ast
 import itertools
@@ -108,7 +108,7 @@ def test_every_test_that_the_page_on_determinism_names_is_there():
 
 
 def anchors(page):
-    """The names by which the headings of a page are linked."""
+    """Return the names by which the headings of a page are linked."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
     words = (re.sub(r"\]\([^)]*\)|[^\w\- ]", "", heading.lower()) for heading in headings)
@@ -199,7 +199,7 @@ def test_every_name_of_the_founding_design_leads_to_a_place_in_the_code_or_to_a_
 
 
 def names_of(node):
-    """What a statement defines."""
+    """Return what a statement defines."""
     match node:
         case ast.FunctionDef() | ast.ClassDef():
             return {node.name}

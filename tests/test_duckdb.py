@@ -1,4 +1,4 @@
-"""The SQL of docs/duckdb.md runs on the events of a run, as they are and exported."""
+"""Run the SQL of docs/duckdb.md on the events of a run, as they are and exported."""
 
 import runpy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every program of examples/ runs, and prints what it says."""
+"""Run every program of examples/, and compare what it prints with what it says."""
 
 import re
 import runpy

@@ -1,4 +1,4 @@
-"""Loops of users on a GPU, where the model is. Runs take a GPU by themselves, so most other tests use one where torch sees it."""
+"""Test loops on a GPU, where the model is. Runs take a GPU by themselves, so most other tests use one where torch sees it."""
 
 import copy
 
@@ -31,7 +31,7 @@ def digits():
 
 
 def grown(x, y, steps, before=None, scaled=False):
-    """A linear network that grows in a loop, and what its loop saves after so many steps, from which `before` is."""
+    """Grow a linear network in a loop; return the growth and what the loop saves after so many steps; it begins from `before`."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 16), nn.Linear(16, 16), nn.Linear(16, 2)).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -1,4 +1,4 @@
-"""Esper as an environment of Gymnasium and of Stable-Baselines3."""
+"""Test Esper as an environment of Gymnasium and of Stable-Baselines3."""
 
 import itertools
 import re
@@ -44,7 +44,7 @@ def padded(decision):
 
 
 def drawn(generator, masks, decisions):
-    """A row of decisions: mostly valid ones, and now and then one that is not even a choice."""
+    """Draw a row of decisions: mostly valid ones, and now and then one that is not even a choice."""
     found = [decisions[generator.choice(np.flatnonzero(row))] for row in allowed_of(masks, decisions)]
     astray = generator.random(len(found)) < 0.2
     return np.where(astray[:, None], generator.integers(-1, 9, (len(found), len(Head))), np.array(found))
@@ -56,7 +56,7 @@ def begun(env):
 
 
 def alike(one, other):
-    """Whether two nested records hold the same bits in the same types."""
+    """Return whether two nested records hold the same bits in the same types."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(alike(one[name], other[name]) for name in one)
     if isinstance(one, tuple | list) or (isinstance(one, np.ndarray) and one.dtype == object):

@@ -1,4 +1,4 @@
-"""The list of mutations fits the code."""
+"""Check that the list of mutations fits the code."""
 
 import runpy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tasks of one's own on the command line, as path.py:function or module:function, and runs that go on from Python."""
+"""Test tasks of one's own on the command line, as path.py:function or module:function, and runs that go on from Python."""
 
 import json
 import os
@@ -230,7 +230,7 @@ def test_export_names_the_place_of_the_task_that_was_grown(command):
 
 
 class Counting(Script):
-    """A controller that a run can be resumed with."""
+    """Plays a script as a controller that a run can be resumed with."""
 
     def state(self):
         return {}

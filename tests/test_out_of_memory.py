@@ -53,7 +53,7 @@ def esper(*arguments):
 
 
 def mapped(process):
-    """Bytes of address space of a process."""
+    """Count the bytes of address space of a process."""
     return int(Path(f"/proc/{process.pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -72,7 +72,7 @@ def starved(arguments, step):
 
 
 def stopped(arguments, step):
-    """The end of such a run in which no seed was refused for lack of memory: that is part of a run, and changes its numbers."""
+    """Run until no seed is refused for lack of memory, which is part of a run and changes its numbers, and return the end."""
     while True:
         found = starved(arguments, step)
         if not any(row.get("refusal") == "memory" for row in events("r")):

@@ -1,4 +1,4 @@
-"""A controller and a reward of the user's own, as objects in Python and as path.py:function: those of docs/own-controller.md."""
+"""Test a controller and a reward of the user's own, as objects and as path.py:function: those of docs/own-controller.md."""
 
 import json
 import pickle
@@ -70,7 +70,7 @@ def study(elsewhere):
 
 
 def timeless(text):
-    """A summary without what a clock says and without the name of the controller."""
+    """Read a summary without what a clock says and without the name of the controller."""
     times = ("seconds", "env_steps_per_second", "phase_seconds", "controller_share", "controller")
     return json.loads(text, object_hook=lambda each: {name: each[name] for name in each if name not in times})
 
@@ -178,7 +178,7 @@ def test_code_that_is_no_controller_or_reward_is_one_sentence(esper, arguments, 
 
 
 class Objects:
-    """A controller with a state, which counts its decisions, plants nothing, and does not come from a file."""
+    """Counts its decisions as its state, plants nothing, and does not come from a file."""
 
     def __init__(self):
         self.decided = 0
@@ -205,7 +205,7 @@ def test_an_object_is_compared_and_every_population_gets_a_copy_of_it():
 
 
 class Counting:
-    """A controller of no base class, with a state."""
+    """Counts its decisions as its state, and has no base class."""
 
     def __init__(self):
         self.decided = 0

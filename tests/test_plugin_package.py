@@ -1,4 +1,4 @@
-"""The example of a package that adds names to Esper, installed as a person would install it."""
+"""Test the example of a package that adds names to Esper, installed as a person would install it."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The public names: one table, which Python and type checkers read."""
+"""Check the public names: one table, which Python and type checkers read."""
 
 import ast
 import shutil
@@ -28,7 +28,7 @@ def test_every_name_of_the_stub_is_public_once_and_says_what_it_is():
 
 
 def test_every_type_that_a_view_and_an_outcome_hold_is_public():
-    """What an author of a controller or a reward annotates with."""
+    """Check what an author of a controller or a reward annotates with."""
     fields = [*typing.get_type_hints(esper.View).values(), *typing.get_type_hints(esper.Outcome).values()]
     fields += typing.get_type_hints(esper.Space).values()
     held = {each for field in fields for each in (field, *typing.get_args(field)) if hasattr(each, "_fields")}

@@ -1,4 +1,4 @@
-"""What the examples of the README print stands below them."""
+"""Check that what the examples of the README print stands below them."""
 
 import re
 from pathlib import Path
@@ -84,7 +84,7 @@ FIGURE = r"(?<![\w.])(?:(?:\d[\d,]*\d|\d)(?:\.\d+)?|\.\d+)(?!\w)"
 
 
 def figures_in(text):
-    """The figures of a text without their signs: numbers, and numbers with an interval, each number with its decimals."""
+    """Return the figures of a text without their signs: numbers, and numbers with an interval, each number with its decimals."""
     text = re.sub(r"\]\([^)]*\)|`[^`]*`|[-+](?=[\d.])", " ", text)
     with_interval = rf"({FIGURE})(?: \w+){{0,2}} +\[ *({FIGURE}), +({FIGURE})\]"
     found = [(middle, *sorted((low, high), key=value)) for middle, low, high in re.findall(with_interval, text)]
@@ -96,7 +96,7 @@ def value(number):
 
 
 def lacking(figures, text):
-    """The figures that a text does not hold, as they are or with more decimals."""
+    """Return the figures that a text does not hold, as they are or with more decimals."""
 
     def equal(ours, theirs):
         rounding = [0.5001 * 10 ** -len(number.partition(".")[2]) for number in ours]

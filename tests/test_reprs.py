@@ -1,4 +1,4 @@
-"""What objects show of themselves is short, on one line, and prints no tensor and no large array."""
+"""Check that what objects show of themselves is short, on one line, and prints no tensor and no large array."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What Esper reads is never executed, and leads nowhere: hostile files, and the sources themselves."""
+"""Check that what Esper reads is never executed, and leads nowhere: hostile files, and the sources themselves."""
 
 import ast
 import io
@@ -61,13 +61,13 @@ def dotted(node):
 
 
 def reads_tensors_alone(call):
-    """Whether a call is torch.load with `weights_only=True`, whose unpickler makes tensors and plain values alone."""
+    """Return whether a call is torch.load with `weights_only=True`, whose unpickler makes tensors and plain values alone."""
     asked = [word.value for word in call.keywords if word.arg == "weights_only"]
     return dotted(call.func) == "torch.load" and [ast.unparse(value) for value in asked] == ["True"]
 
 
 def executes(source):
-    """What a source has that could execute what it reads."""
+    """Yield what a source has that could execute what it reads."""
     tree = ast.parse(source)
     of_tensors = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call) and reads_tensors_alone(node)}
     for node in ast.walk(tree):
@@ -127,7 +127,7 @@ def test_reading_a_module_in_evaluation_mode_is_not_taken_for_executing():
 
 
 class Bomb:
-    """Where it is unpickled, a file appears."""
+    """Makes a file where it is unpickled."""
 
     def __init__(self, sign):
         self.sign = sign
@@ -268,7 +268,7 @@ def controller(tmp_path):
 
 
 def rewrite(folder, change):
-    """Alter the JSON of a controller, as someone who knows of the checksum."""
+    """Change the JSON of a controller, as someone who knows of the checksum."""
     from esper.store.disk import checksum_of
 
     facts = json.loads((folder / FACTS).read_text())

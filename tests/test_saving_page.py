@@ -1,4 +1,4 @@
-"""What docs/saving.md shows of plain PyTorch and ONNX runs; tests/third_party/test_saving_page.py runs the rest."""
+"""Run what docs/saving.md shows of plain PyTorch and ONNX; tests/third_party/test_saving_page.py runs the rest."""
 
 import re
 from pathlib import Path

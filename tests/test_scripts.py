@@ -1,4 +1,4 @@
-"""The scripts behind the figures run in their quick form."""
+"""Run the scripts behind the figures in their quick form."""
 
 import ast
 import importlib
@@ -40,7 +40,7 @@ def test_what_a_script_imports_from_esper_and_from_other_scripts_is_there(script
 
 
 def defined(tree):
-    """The names at the top of a module."""
+    """Return the names at the top of a module."""
     found = set()
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):

@@ -1,4 +1,4 @@
-"""The second signal, while the disk keeps whoever writes a checkpoint, and while an example that is never read keeps training."""
+"""Test a second signal while the disk keeps whoever writes a checkpoint, or an example that is never read keeps training."""
 
 import json
 import signal

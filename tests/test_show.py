@@ -1,4 +1,4 @@
-"""What a run came to, printed from Python."""
+"""Test what a run came to, printed from Python."""
 
 import pytest
 

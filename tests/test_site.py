@@ -1,4 +1,4 @@
-"""The documentation site builds from the repository, and a browser needs no other host to show it."""
+"""Check that the documentation site builds from the repository, and that a browser needs no other host to show it."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The walk-through pages run, are short, and show the results that were measured."""
+"""Check that the walk-through pages run, are short, and show the results that were measured."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Random trees of modules, for properties that hold of any network."""
+"""Draw random trees of modules, for properties that hold of any network."""
 
 import copy
 
@@ -10,7 +10,7 @@ SHAPES = {"vector": (4,), "map": (4, 6, 6), "sequence": (5, 4)}
 
 
 class Cat(nn.Module):
-    """Two branches side by side, added."""
+    """Adds two branches side by side."""
 
     def __init__(self, left, right):
         super().__init__()
@@ -30,7 +30,7 @@ class Skip(nn.Module):
 
 
 class Twice(nn.Module):
-    """One module under two names, which runs twice."""
+    """Runs one module twice, under two names."""
 
     def __init__(self, inner):
         super().__init__()
@@ -41,7 +41,7 @@ class Twice(nn.Module):
 
 
 class Branch(nn.Module):
-    """Has a branch that no pass calls."""
+    """Holds a branch that no pass calls."""
 
     def __init__(self, inner, idle):
         super().__init__()
@@ -97,8 +97,8 @@ def norm(kind, width):
 
 @st.composite
 def trees(draw, kind, width, depth=0, *, rich=False):
-    """A module that keeps the shape of a stream of a width. rich: also with modules that are shared, idle or return structures,
-    with dropout, and with normalisation over the batch.
+    """Draw a module that keeps the shape of a stream of a width. rich: also modules that are shared, idle or return structures,
+    dropout, and normalisation over the batch.
     """
     layer = conv if kind == "map" else nn.Linear
     what = draw(st.sampled_from(_choices(depth, rich)))

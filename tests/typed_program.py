@@ -1,4 +1,4 @@
-"""A program that `mypy --strict` accepts (pyproject.toml lists it) and a test runs: own data, host, seed and controller."""
+"""Define a program that `mypy --strict` accepts (see pyproject.toml) and a test runs: own data, host, seed and controller."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ import esper
 
 
 def host() -> esper.SegmentedHost:
-    """A convolutional host with a slot behind its first segment."""
+    """Build a convolutional host with a slot behind its first segment."""
     segments = [
         nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU()),
         nn.Sequential(nn.Flatten(), nn.Linear(64, 2)),
@@ -19,7 +19,7 @@ def host() -> esper.SegmentedHost:
 
 
 def wide(reads: int, writes: int) -> nn.Module:
-    """A convolution that changes nothing at first."""
+    """Make a convolution that changes nothing at first."""
     layer = nn.Conv2d(reads, writes, 1)
     nn.init.zeros_(layer.weight)
     assert layer.bias is not None
@@ -34,7 +34,7 @@ class Planter(esper.Controller):
         self.outcomes: list[esper.Outcome] = []
 
     def act(self, view: esper.View) -> esper.Actions:
-        """GERMINATE where that is allowed."""
+        """Plant where GERMINATE is allowed."""
         space: esper.Space = view.space
         actions = esper.Actions.wait(len(view.host_params))
         masks: esper.Masks = view.masks

@@ -36,7 +36,7 @@ def build_space(envs: int, slots: int, **fields: Any) -> Space:
 
 
 def build_masks(slot: np.ndarray, space: Space, doomed: np.ndarray) -> Masks:
-    """Masks from (E, O, S), the slots that each operation may use."""
+    """Build masks from (E, O, S), the slots that each operation may use."""
     tempos = np.asarray(space.tempos)
     tempo = slot[..., None] & RELEVANT[:, Head.TEMPO, None, None] & np.ones(len(tempos), bool)
     tempo[:, Op.GERMINATE] &= tempos > 0
@@ -65,7 +65,7 @@ def build_view(
     inner: Any = None,
     **space_fields: Any,
 ) -> View:
-    """A view written down by hand: stages (E, S), and for each operation the slots that may be used, (E, S) or (S,)."""
+    """Build a view written down by hand: stages (E, S), and for each operation the slots that may be used, (E, S) or (S,)."""
     stage = np.array(stages, np.int8)
     envs, slots = shape = stage.shape
 
@@ -123,7 +123,7 @@ def build_view(
 
 
 def is_allowed(masks: Masks, actions: Actions) -> bool:
-    """Whether every environment's decision is valid, one environment and head at a time."""
+    """Return whether every environment's decision is valid, one environment and head at a time."""
     for e, (op, slot, blueprint, blend, tempo, target) in enumerate(zip(*actions, strict=True)):
         valid = {
             Head.OP: masks.op[e, op],
@@ -150,7 +150,7 @@ def allowed() -> Callable[[Masks, Actions], bool]:
 
 @pytest.fixture
 def random_view() -> Callable[..., View]:
-    """Views whose masks are drawn: every valid slot has some valid choice of each head that matters, often not all."""
+    """Return a function that draws views: every valid slot has some valid choice of each head that matters, often not all."""
 
     def draw(envs: int, seed: int) -> View:
         rng = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""The pages of docs/walkthroughs, as scripts/study_walkthroughs.py reads them."""
+"""Run the pages of docs/walkthroughs, as scripts/study_walkthroughs.py reads them."""
 
 import math
 import runpy
@@ -10,7 +10,7 @@ STUDY = runpy.run_path(str(ROOT / "scripts" / "study_walkthroughs.py"))
 
 
 def runs(name, scale):
-    """The names of a page after all of its code, with 1 / scale of its steps."""
+    """Run all code of a page with 1 / scale of its steps, and return its names."""
     code = STUDY["code_of"](name).changed(0, scale)
     names = {}
     for part in code:
@@ -19,7 +19,7 @@ def runs(name, scale):
 
 
 def grows(names):
-    """Whether a page ended with a network that has grown, and that gives a number on its test data."""
+    """Return whether a page ended with a network that has grown, and that gives a number on its test data."""
     summary, (x, y) = names["summary"], names["test"][0]
     network = names["network"].eval()
     output = network(**x) if isinstance(x, dict) else network(x)

@@ -1,4 +1,4 @@
-"""A browser whose pages are watched, and the rules of accessibility."""
+"""Open a browser whose pages are watched, and check pages by the rules of accessibility."""
 
 import shutil
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ AXE = Path(__file__).parent / "node_modules" / "axe-core" / "axe.min.js"
 
 @pytest.fixture(scope="session")
 def browser():
-    """Debian's chromium, driven by the client of Playwright."""
+    """Open Debian's chromium, driven by the client of Playwright."""
     from playwright.sync_api import sync_playwright
 
     chromium = shutil.which("chromium")
@@ -28,20 +28,20 @@ def browser():
 
 @pytest.fixture
 def page(browser):
-    """A watched page on a screen of usual size."""
+    """Open a watched page on a screen of usual size."""
     with watched(browser) as opened:
         yield opened
 
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
-    """Runs that have ended; see `served.make_runs`."""
+    """Make runs that have ended; see `served.make_runs`."""
     return make_runs(tmp_path_factory.mktemp("browsed").resolve())
 
 
 @pytest.fixture
 def open_page(page):
-    """A server as a context; the page is left before it ends, because a browser says so when a server goes away."""
+    """Return a context that serves; the page is left before it ends, because a browser says so when a server goes away."""
 
     @contextmanager
     def opened(*arguments):
@@ -54,7 +54,7 @@ def open_page(page):
 
 @pytest.fixture(scope="session")
 def violations():
-    """What axe-core finds wrong with a page, a line each: the rule, what it asks for, and the first element that breaks it."""
+    """Find what axe-core says is wrong, a line each: the rule, what it asks for, and the first element that breaks it."""
     if not AXE.exists():
         pytest.fail("needs axe-core, which make install-browser fetches from npm")
     script = AXE.read_text(encoding="utf-8")

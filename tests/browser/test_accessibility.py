@@ -1,4 +1,4 @@
-"""No rule of axe-core is broken by any page, light or dark, on a wide screen or on a phone."""
+"""Check that no page breaks a rule of axe-core, light or dark, on a wide screen or on a phone."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ PAGES = (
 
 @pytest.fixture(scope="module")
 def addresses(runs, tmp_path_factory):
-    """The address of every kind of page, by name."""
+    """Serve the runs and return the address of every kind of page, by name."""
     folder = tmp_path_factory.mktemp("accessible").resolve()
     for name in ("finished", NAME):
         shutil.copytree(runs / name, folder / name)
@@ -63,7 +63,7 @@ def addresses(runs, tmp_path_factory):
 
 @pytest.fixture(scope="module", params=SCREENS)
 def screen(request, browser):
-    """A page on each kind of screen."""
+    """Open a page on each kind of screen."""
     with watched(browser, missing=1, **SCREENS[request.param]) as page:
         yield page
         page.goto("about:blank")

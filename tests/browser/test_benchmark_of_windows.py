@@ -1,4 +1,4 @@
-"""The benchmark of the windows measures each on a run."""
+"""Check that the benchmark of the windows measures each on a run."""
 
 import os
 import subprocess

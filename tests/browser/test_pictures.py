@@ -1,4 +1,4 @@
-"""The pictures of the documentation are made by a command."""
+"""Check that a command makes the pictures of the documentation."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The report is opened as a file, as someone does to whom it was sent: what moves, what is printed, and small screens."""
+"""Test the report that is opened as a file, as by someone to whom it was sent: what moves, what is printed, and small screens."""
 
 import pytest
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.browser
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """The report of a growth that keeps seeds."""
+    """Write the report of a growth that keeps seeds; return the run and the address of the report."""
     run = tmp_path_factory.mktemp("reported").resolve() / "iris"
     esper.grow("iris", {"envs": 4, "steps": 10, "models": "none"}, controller="random-valid", run=run, progress=False)
     return esper.open_run(run), (run / "report.html").as_uri()

@@ -1,4 +1,4 @@
-"""A real browser opens what is served: nothing is refused, nothing else is asked for, and a run that goes on moves."""
+"""Open what is served in a real browser: nothing is refused, nothing else is asked for, and a run that goes on moves."""
 
 import json
 import re

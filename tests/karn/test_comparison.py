@@ -20,7 +20,7 @@ QUICK = {"envs": 3, "steps": 6, "models": "none", "baselines": []}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Runs a and b of the same environments; `later` has two of them and two others; `seeded` shares none."""
+    """Grow runs a and b of the same environments; `later` has two of them and two others; `seeded` shares none."""
     folder = tmp_path_factory.mktemp("compared")
     for name, settings in {
         "a": {"lifecycle": {"max_seeds": 1}},

@@ -68,7 +68,7 @@ def view(stage: list[list[Stage]]) -> View:
 
 
 def told(summary: dict, **over: object) -> str:
-    """The lines on a run that its report has; the terminal has a selection."""
+    """Return the lines on a run that its report has; the terminal has a selection."""
     known = summary | over
     lines = (
         *console.grown_lines(known),
@@ -288,7 +288,7 @@ def test_a_terminal_gets_a_bar_and_a_pipe_gets_lines():
 
 def test_progress_that_is_slow_holds_no_step_and_shows_the_first_the_last_and_every_line():
     class Stopped(io.StringIO):
-        """A terminal that takes nothing until it goes on."""
+        """Takes nothing, as a stopped terminal, until it goes on."""
 
         def __init__(self):
             super().__init__()
@@ -313,7 +313,7 @@ def test_progress_that_is_slow_holds_no_step_and_shows_the_first_the_last_and_ev
 
 def test_waits_for_a_terminal_that_is_slower_than_its_lines_are_counted(monkeypatch, tmp_path):
     class Slow(io.StringIO):
-        """A terminal that takes nothing until the run waits for it."""
+        """Takes nothing, as a slow terminal, until the run waits for it."""
 
         def write(self, text):
             while progress.waits() is None:

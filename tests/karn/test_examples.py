@@ -1,4 +1,4 @@
-"""What the closing lines say of the examples that the figures rest on."""
+"""Test what the closing lines say of the examples that the figures rest on."""
 
 import pytest
 

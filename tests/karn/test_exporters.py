@@ -1,4 +1,4 @@
-"""Exports of runs, into a target in memory: every number once, in order, whatever becomes of the run and of the exporter."""
+"""Test exports of runs into a target in memory: every number once, in order, whatever becomes of the run and of the exporter."""
 
 import io
 import os
@@ -40,7 +40,7 @@ def lines_of(folder):
 
 
 def cut(folder, count):
-    """As if the run had been killed after so many rows."""
+    """Cut a run folder as if the run had been killed after so many rows."""
     lines = lines_of(folder)
     (folder / "events.jsonl").write_bytes(b"".join(lines[:count]) + lines[count][:9])
     (folder / "summary.json").unlink(missing_ok=True)
@@ -218,7 +218,7 @@ def test_names_by_users_are_neither_markup_nor_formulas():
 
 @pytest.fixture
 def in_memory(monkeypatch):
-    """Targets in memory in place of tensorboard and wandb."""
+    """Put targets in memory in the place of tensorboard and wandb."""
     targets = {name: Kept() for name in ("tensorboard", "wandb")}
     monkeypatch.setattr(
         "esper.karn.exporters.MAKE", {name: lambda folder, kept=kept: kept for name, kept in targets.items()}

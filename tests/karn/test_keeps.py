@@ -1,4 +1,4 @@
-"""The keeps and prunes that a page shows, gathered in bounded memory, are those of the whole list."""
+"""Check that the keeps and prunes of a page, gathered in bounded memory, are those of the whole list."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""What a window shows is what the rows say, in whatever pieces they come, and its memory stays bounded."""
+"""Check that a window shows what the rows say, in whatever pieces they come, and that its memory stays bounded."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The figures of a report as pictures: one file for each figure that there are data for, and a name for every other."""
+"""Test the figures of a report as pictures: one file for each figure that there are data for, and a name for every other."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def run(tmp_path_factory):
 
 
 def figures(name):
-    """One figure of every kind, whose texts are `name`."""
+    """Make one figure of every kind, whose texts are `name`."""
     stay = Stay(0, 0, 1, 3, Stage.BLENDING, name, 0.5, name)
     return [
         curves(name, [0, 1], [Series(name, np.array([[0.0, 1.0], [NAN, 2.0]]), "grown")], "step", name),

@@ -1,4 +1,4 @@
-"""The reader of run folders: the same rows whether a run goes on, has ended or was killed, and in whatever chunks they come."""
+"""Test the reader of run folders: it gives the same rows whether a run goes on, has ended or was killed, in whatever chunks."""
 
 import csv
 import json

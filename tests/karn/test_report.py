@@ -1,4 +1,4 @@
-"""The report of a run: what it says is what the events say, for runs in any state, and nothing in it can run or be fetched."""
+"""Check that a report says what the events say, for runs in any state, and that nothing in it can run or be fetched."""
 
 import copy
 import json
@@ -39,7 +39,7 @@ def page(model, name):
 
 
 def changed(model, **files):
-    """A copy of a model with other files."""
+    """Copy a model, with other files."""
     other = copy.copy(model)
     vars(other).update(files)
     return other

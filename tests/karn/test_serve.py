@@ -1,4 +1,4 @@
-"""What the server shows, to whom, and what it never gives: every route with and without the token."""
+"""Test what the server shows, to whom, and what it never gives: every route with and without the token."""
 
 import io
 import json
@@ -46,7 +46,7 @@ NAMES = {"assets": "serve.js", "files": "summary.json", "archives": "env-000.zip
 
 
 def address_of(route, run):
-    """An address of a route that is answered for a run; KeyError if a new route has another kind of name, which belongs here."""
+    """Return an address of a route that is answered for a run; KeyError if a new route has a kind of name that NAMES lacks."""
     kind = route.split("/")[-2]
     address = route.format(key=key_of(run), name=NAMES[kind] if "{name}" in route else "")
     return f"{address}?run={key_of(run)}&run={key_of(run.parent / NAME)}" if route == "/compare" else address
@@ -201,7 +201,7 @@ def test_a_link_in_a_run_folder_is_not_followed(runs, tmp_path):
 
 @pytest.fixture
 def replaceable(runs, tmp_path):
-    """A run three folders deep that a browser has seen, the browser, and a run that is not served."""
+    """Make a run three folders deep that a browser has seen; return it, the browser, and a run that is not served."""
     outside, run = tmp_path / "outside", tmp_path / "served" / "a" / "b" / "run"
     for folder in (outside / "b" / "run", run):
         shutil.copytree(runs / "finished", folder)

@@ -1,4 +1,4 @@
-"""What strangers send to a real server: too many connections, half requests, and what is no HTTP; it answers or closes."""
+"""Send to a real server what strangers send: too many connections, half requests, and what is no HTTP; it answers or closes."""
 
 import http.client
 import logging
@@ -25,7 +25,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture
 def silent():
-    """Fails a test in which the server logged anything."""
+    """Check that the server logs nothing in a test."""
     records = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = records.append
@@ -36,7 +36,7 @@ def silent():
 
 
 def answer_of(address, sent):
-    """Everything that the server answers to some bytes until it closes the connection."""
+    """Return everything that the server answers to some bytes until it closes the connection."""
     with socket.create_connection(address, PATIENCE) as connection:
         connection.sendall(sent)
         return read_all(connection)

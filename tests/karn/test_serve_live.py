@@ -1,4 +1,4 @@
-"""A page that follows its run, and the server as a process: how it begins, what it prints, and how it ends."""
+"""Test a page that follows its run, and the server as a process: how it begins, what it prints, and how it ends."""
 
 import http.client
 import json
@@ -40,7 +40,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture
 def growing(runs, tmp_path):
-    """A run with its first rows, and a function that appends the next ones."""
+    """Make a run with its first rows, and a function that appends the next ones."""
     run = tmp_path / "growing"
     shutil.copytree(runs / "finished", run)
     lines = begin(run, 6)
@@ -54,7 +54,7 @@ def growing(runs, tmp_path):
 
 
 def asked(address, path, version="", **headers):
-    """What the server answers to a page that has a version: status, version, whether no other will follow, and text."""
+    """Ask for a page that has a version, and return the answer: status, version, whether no other will follow, and text."""
     connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=HANDSHAKE)
     connection.request("GET", path, headers={"X-Version": version, **headers})
     answer = connection.getresponse()
@@ -62,7 +62,7 @@ def asked(address, path, version="", **headers):
 
 
 def changed(address, path, version=""):
-    """The next version of a page, which is asked for until there is one, and its text."""
+    """Ask until there is a next version of a page, and return the version and its text."""
     until = time.monotonic() + HANDSHAKE
     while time.monotonic() < until:
         status, later, _, text = asked(address, path, version)

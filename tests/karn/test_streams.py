@@ -1,4 +1,4 @@
-"""Output that cannot be written: a run does not notice."""
+"""Check that a run does not notice that its output cannot be written."""
 
 import errno
 import io

@@ -1,4 +1,4 @@
-"""The window in the terminal, driven at 80 by 24: what it shows of runs in any state, and that it only reads."""
+"""Test the window in the terminal, at 80 by 24: what it shows of runs in any state, and that it only reads."""
 
 import asyncio
 import os
@@ -31,7 +31,7 @@ def run(tmp_path_factory):
 
 
 def driven(folder, keys=(), between=None, size=(80, 24)):
-    """The lines of the screen after the keys; `between` is called before them, and looked at."""
+    """Return the lines of the screen after the keys; `between` is called before them, and looked at."""
 
     async def drive():
         app = Watch(folder, every=0.05)
@@ -163,7 +163,7 @@ def test_what_has_not_changed_is_not_drawn_again(run, tmp_path, monkeypatch):
     lines = cut(run, folder, 40)
 
     def draws(app, act):
-        """How many cells of the grid and how many texts are drawn for something that happens."""
+        """Count how many cells of the grid and how many texts are drawn for something that happens."""
         drawn.clear()
         act()
         return len(drawn)

@@ -1,4 +1,4 @@
-"""Blueprints: every built-in one is born well, and a bad one is refused with its reason."""
+"""Test blueprints: every built-in one is born well, and a bad one is refused with its reason."""
 
 import itertools
 
@@ -25,7 +25,7 @@ BLENDS = pytest.mark.parametrize("blend", Blend)
 
 
 def entry(build, parameters=None, *, name="mine", tap=Tap.HERE):
-    """A blueprint that declares its true number of parameters unless told otherwise."""
+    """Make a blueprint that declares its true number of parameters unless told otherwise."""
     return Blueprint(name, Kind.VECTOR, tap, build, parameters or (lambda r, w: count(build(r, w))), "")
 
 
@@ -33,7 +33,7 @@ def entry(build, parameters=None, *, name="mine", tap=Tap.HERE):
 
 
 class Then(nn.Module):
-    """A map that starts at 0, and something after it."""
+    """Applies a map that starts at 0, and something after it."""
 
     def __init__(self, reads, writes, last=None):
         super().__init__()
@@ -44,7 +44,7 @@ class Then(nn.Module):
 
 
 class Idle(Then):
-    """A parameter that nothing reads."""
+    """Adds a parameter that nothing reads."""
 
     def __init__(self, reads, writes):
         super().__init__(reads, writes)
@@ -52,7 +52,7 @@ class Idle(Then):
 
 
 class Frozen(Then):
-    """A parameter that is read and never trained."""
+    """Multiplies by a parameter that is read and never trained."""
 
     def __init__(self, reads, writes):
         super().__init__(reads, writes)
@@ -63,7 +63,7 @@ class Frozen(Then):
 
 
 class Nothing(nn.Module):
-    """No change, and no parameter."""
+    """Changes nothing, and has no parameter."""
 
     def forward(self, u):
         return u * 0
@@ -84,7 +84,7 @@ class Leaking(nn.Module):
 
 @pytest.fixture
 def registry():
-    """The table of blueprints, as it was again after the test."""
+    """Return the table of blueprints, and restore it after the test."""
     before = dict(BLUEPRINTS)
     yield BLUEPRINTS
     BLUEPRINTS.clear()
@@ -285,11 +285,11 @@ def test_a_check_leaves_the_global_generator_as_it_was():
 def test_the_decorator_registers_a_blueprint_of_ones_own(registry):
     @blueprint("mine", tap="before", parameters=lambda r, w: r * w + w)
     def mine(reads, writes):
-        """One linear map."""
+        """Map linearly."""
         return Then(reads, writes)
 
     found = get_blueprint("mine")
-    assert (found.name, found.kind, found.tap, found.summary) == ("mine", Kind.VECTOR, Tap.BEFORE, "One linear map.")
+    assert (found.name, found.kind, found.tap, found.summary) == ("mine", Kind.VECTOR, Tap.BEFORE, "Map linearly.")
     assert found.build is mine
     assert registry[Kind.VECTOR, "mine"] is found
 

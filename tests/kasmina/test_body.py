@@ -1,4 +1,4 @@
-"""What a population computes: seeds at any dose, and nothing that a dose of 0 or an incubating seed could change."""
+"""Test what a population computes: seeds at any dose, and nothing that a dose of 0 or an incubating seed could change."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Plain modules as hosts: an nn.Sequential and other modules, cut into segments with slots between them."""
+"""Test plain modules as hosts: an nn.Sequential and other modules, cut into segments with slots between them."""
 
 import pickle
 
@@ -16,7 +16,7 @@ X = torch.randn(2, 6)
 
 
 class Residual(nn.Module):
-    """Layers as attributes, with functions and skips between them."""
+    """Keeps layers as attributes, with functions and skips between them."""
 
     def __init__(self):
         super().__init__()

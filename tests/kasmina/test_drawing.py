@@ -1,4 +1,4 @@
-"""Descriptions and drawings of grown networks: every part is there, and the parameters add up."""
+"""Test descriptions and drawings of grown networks: every part is there, and the parameters add up."""
 
 import copy
 import json

@@ -20,7 +20,7 @@ SPARSE = ("sparse-rows", "sparse-head")
 
 
 def drawn(name, reads, writes, key):
-    """A module with parameters away from their birth, and rows that were chosen by random gradients."""
+    """Make a module with parameters away from their birth, and rows that were chosen by random gradients."""
     with drawn_with(key):
         module = get_blueprint(name, Kind.VECTOR).build(reads, writes)
         for parameter in module.parameters():
@@ -31,7 +31,7 @@ def drawn(name, reads, writes, key):
 
 
 def slow(module, u):
-    """The change of one example (r,), feature by feature."""
+    """Compute the change of one example (r,), feature by feature."""
     rows, delta = module.chosen.tolist(), torch.zeros(len(u) if isinstance(module, SparseRows) else module.writes)
     if isinstance(module, SparseRows):
         return sum(u[i] * module.out.weight[:, place] for place, i in enumerate(rows))
@@ -71,7 +71,7 @@ def test_a_full_head_turns_a_last_layer_into_any_other():
 
 @pytest.mark.parametrize("name", [*SPARSE, "full-head", "bypass-mlp-2", "bypass-mlp-8"])
 def test_modules_of_different_widths_share_a_stack_whose_padding_stays_exactly_0(name):
-    """Each row computes and trains as it does alone; padded features are 0, and no gradient reaches padded outputs."""
+    """Check that each row computes and trains as it does alone; padded features are 0, and no gradient reaches padded outputs."""
     entry, most = get_blueprint(name, Kind.VECTOR), [max(size) for size in zip(*SIZES, strict=True)]
     modules = [drawn(name, *size, key=key) for key, size in enumerate(SIZES)]
     stack = Stack(entry.build(*most), len(SIZES))

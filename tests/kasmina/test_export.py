@@ -1,4 +1,4 @@
-"""Grown networks as plain modules: equal to the population they came from, saved, loaded, and run by torch alone."""
+"""Check that grown networks as plain modules equal the population they came from, saved, loaded, and run by torch alone."""
 
 import hashlib
 import json
@@ -51,7 +51,7 @@ def factory(slots):
 
 
 def grown(placed, *, slots=2, blend=Blend.ADD, stage=Stage.FOSSILIZED, alpha=0.75, dtype=torch.float32):
-    """Three environments; the one in the middle has the seeds {slot: blueprint}. The body and its seeds."""
+    """Grow three environments, of which the middle one has the seeds {slot: blueprint}; return the body and its seeds."""
     body = make_body(3, hidden=factory(slots).hidden, width=WIDTH, inputs=INPUTS, dtype=dtype)
     seeds = empty(body)
     for slot, name in placed.items():
@@ -66,7 +66,7 @@ def network_of(body, seeds, env=1):
 
 
 def engine_output(body, seeds, x, env=1):
-    """What the population gives for x (B, inputs) in one environment, unfinished seeds at dose 0."""
+    """Return what the population gives for x (B, inputs) in one environment, unfinished seeds at dose 0."""
     final = np.where(seeds.stage == Stage.FOSSILIZED, seeds.alpha, np.float32(0))
     rows = x.expand(body.host.capacity, *x.shape)
     return body.run(rows, body.route(final, seeds)).output[env].detach()
@@ -167,7 +167,7 @@ def test_the_network_can_be_trained_further():
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A network of every built-in blueprint for each blend: (folder, network, topology, body, seeds)."""
+    """Save a network of every built-in blueprint for each blend: (folder, network, topology, body, seeds)."""
     made = {}
     for blend in Blend:
         torch.manual_seed(int(blend))
@@ -243,7 +243,7 @@ SIZES = (1, 2, 7, 64)
 
 @pytest.fixture(scope="module")
 def alone(saved, tmp_path_factory):
-    """What the programs give where only torch is: {blend: [(x, output) for each size of a batch]}."""
+    """Run the programs where only torch is: {blend: [(x, output) for each size of a batch]}."""
     folder = tmp_path_factory.mktemp("alone")
     batches = [torch.randn(size, INPUTS) for size in SIZES]
     torch.save(batches, folder / "batches.pt")
@@ -319,7 +319,7 @@ def test_a_crash_between_any_two_system_calls_leaves_the_old_network_or_the_new(
 
 
 class Tied(nn.Module):
-    """A map of a host that uses one weight twice."""
+    """Multiplies twice by one weight, as a map of a host."""
 
     def __init__(self):
         super().__init__()
@@ -356,7 +356,7 @@ def test_a_host_with_tied_weights_and_buffers_is_saved_and_loaded(tmp_path):
 
 @dataclass(frozen=True)
 class Anonymous:
-    """A factory of one's own that no file can name."""
+    """Makes a host as a factory of one's own, which no file can name."""
 
     made: object = tied_host
 
@@ -376,7 +376,7 @@ def test_a_host_that_no_file_can_name_is_saved_without_a_name(make):
 
 @pytest.fixture
 def folder(saved, tmp_path):
-    """A copy of a good folder, to damage."""
+    """Copy a good folder, to damage it."""
     for name in (MODEL, TOPOLOGY, PROGRAM):
         (tmp_path / name).write_bytes((saved[Blend.ADD][0] / name).read_bytes())
     return tmp_path

@@ -1,4 +1,4 @@
-"""Sites are found by one forward and one backward pass, and the module stays as it was."""
+"""Check that sites are found by one forward and one backward pass, and that the module stays as it was."""
 
 import copy
 import random
@@ -28,7 +28,7 @@ from trees import SHAPES, conv, trees
 
 
 class Residual(nn.Module):
-    """x + a(relu(b(norm(x)))), over vectors, sequences or maps."""
+    """Computes x + a(relu(b(norm(x)))), over vectors, sequences or maps."""
 
     def __init__(self, width, inner, layer=nn.Linear, norm=nn.LayerNorm):
         super().__init__()
@@ -39,7 +39,7 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Two stages of two residual blocks; the first block of the second stage widens and halves the resolution."""
+    """Stacks two stages of two residual blocks; the first block of the second stage widens and halves the resolution."""
 
     class Block(nn.Module):
         def __init__(self, inputs, outputs, stride=1):
@@ -100,7 +100,7 @@ class Attention(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder whose head is its embedding: a module that shares the weight, or a product in the forward."""
+    """Decodes with a head that is its embedding: a module that shares the weight, or a product in the forward."""
 
     class Block(nn.Module):
         def __init__(self, width, causal):
@@ -644,7 +644,7 @@ def flat(structure):
 
 
 class Restless(nn.Module):
-    """Everything that a forward can change: statistics, buffers, attributes, lists, random generators and its input."""
+    """Changes everything that a forward can change: statistics, buffers, attributes, lists, random generators and its input."""
 
     def __init__(self):
         super().__init__()
@@ -746,7 +746,7 @@ def test_every_site_of_a_random_tree_runs_has_its_width_and_a_gradient(data, kin
 
 
 def follows_the_end(module, x, site):
-    """Whether the output of a site changes with the last position of x, which units that are never active keep from it."""
+    """Return whether the output of a site changes with the last position of x, which units that are never active keep from it."""
     seen, other = [], x.clone()
     other[:, -1] = 1 - other[:, -1]
     module.get_submodule(site.after).register_forward_hook(lambda _, __, y: seen.append(y.clone()))
@@ -756,7 +756,7 @@ def follows_the_end(module, x, site):
 
 
 def narrower(module, site, x):
-    """Whether the submodule of a site reads fewer features than what is around it."""
+    """Return whether the submodule of a site reads fewer features than what is around it."""
     module, widths = copy.deepcopy(module), {}
 
     def note(path, given):
@@ -776,7 +776,7 @@ def sites_or_none(module, x):
 
 
 def changes_the_output(module, x, site):
-    """Whether a small change of what a site returns changes the output of the module: what the gradient says, without it."""
+    """Return whether a small change of what a site returns changes the module's output: what the gradient says, without it."""
     for each in module.modules():
         each._forward_hooks.clear()
     usual = module.double()(x.double())

@@ -1,4 +1,4 @@
-"""A seed whose change is linear becomes part of its nn.Linear: the folded network computes what the grown one did."""
+"""Check that a seed whose change is linear becomes part of its nn.Linear, and that the folded network computes the same."""
 
 import copy
 
@@ -57,7 +57,7 @@ FOLDS = {
 
 
 def grown(kind, name, blend=Blend.ADD, *, bias=True, change=lambda model: None):
-    """A network with a seed of random weights at dose 0.6 behind its second layer, and an input."""
+    """Build a network with a seed of random weights at dose 0.6 behind its second layer, and an input."""
     entry = BLUEPRINTS[kind, name]
     with drawn_with(0):
         model = nn.Sequential(nn.Linear(3, READS), nn.Linear(READS, WRITES, bias=bias), nn.Tanh())
@@ -76,7 +76,7 @@ def grown(kind, name, blend=Blend.ADD, *, bias=True, change=lambda model: None):
 
 
 def is_linear(delta, kind, reads):
-    """Whether the change at every position is one linear map of what is read there, and a constant."""
+    """Return whether the change at every position is one linear map of what is read there, and a constant."""
     with drawn_with(3), torch.no_grad():
         shape = (2, reads) if kind == Kind.VECTOR else (2, 6, reads)
         u, v = torch.randn(shape), torch.randn(shape)
@@ -124,7 +124,7 @@ def test_a_seed_that_is_linear_on_the_probe_alone_does_not_fold():
 
 
 class Tied(nn.Module):
-    """Two linear layers, and a third product with a parameter of one of them."""
+    """Runs two linear layers, and a third product with a parameter of one of them."""
 
     def __init__(self, tie):
         super().__init__()
@@ -167,7 +167,7 @@ CHANGES = {
 
 
 def behind_layer(model, blueprint="bypass-linear", std=0.3):
-    """A copy of a model with a seed of random weights at dose 0.6 behind its layer."""
+    """Copy a model, with a seed of random weights at dose 0.6 behind its layer."""
     entry = BLUEPRINTS[Kind.VECTOR, blueprint]
     with drawn_with(1):
         made = Seed(entry.build(READS, WRITES), READS)
@@ -280,7 +280,7 @@ CONVOLUTIONS = {1: (nn.Conv1d, Sequence(WRITES, "BCL")), 2: (nn.Conv2d, Map(WRIT
 
 
 def convolved(sides, name, **options):
-    """A convolution with a seed of random weights at dose 0.6, and an input."""
+    """Build a convolution with a seed of random weights at dose 0.6, and an input."""
     layer, stream = CONVOLUTIONS[sides]
     entry = BLUEPRINTS[stream.kind, name]
     with drawn_with(0):

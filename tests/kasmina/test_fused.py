@@ -1,4 +1,4 @@
-"""Fused layers compute what their modules compute, and gradients as autograd does."""
+"""Check that fused layers compute what their modules compute, and gradients as autograd does."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def filled(module, rows: int = 4) -> Stack:
 
 
 def gradients(stack: Stack, x: torch.Tensor, rows, *, apart: bool) -> tuple[torch.Tensor, ...]:
-    """The output, the gradient of x and those of all parameters; `apart` runs the modules one by one instead."""
+    """Return the output, the gradient of x and those of all parameters; `apart` runs the modules one by one instead."""
     stack.columns["gradient"].zero_()
     x = x.clone().requires_grad_()
     if apart:

@@ -41,7 +41,7 @@ WIDTH = 8
 
 
 class Block(nn.Module):
-    """A residual block that works in place where it can."""
+    """Adds a residual branch that works in place where it can."""
 
     def __init__(self):
         super().__init__()
@@ -90,7 +90,7 @@ def grafted(*names, **options):
 
 
 def seed(blueprint="mlp-small", tap=Tap.HERE, blend=Blend.ADD, reads=WIDTH, mode=Mode.ON, alpha=0.6, kind=Kind.VECTOR):
-    """A seed that changes what it is at."""
+    """Make a seed that changes what it is at."""
     with drawn_with(1):
         made = Seed(get_blueprint(blueprint, kind).build(reads, WIDTH), reads)
         for parameter in made.parameters():
@@ -108,7 +108,7 @@ def batch():
 
 
 def trained(model, x, passes=1):
-    """Loss, gradients by name and buffers of one training step's backward."""
+    """Return the loss, gradients by name and buffers of one training step's backward."""
     model.train()
     with drawn_with(3):
         loss = sum(model(x).square().mean() for _ in range(passes))
@@ -118,7 +118,7 @@ def trained(model, x, passes=1):
 
 
 def assert_host_equal(model, plain):
-    """Loss, the host's gradients and buffers are those of the plain network, bit for bit."""
+    """Check that loss, gradients of the host and buffers are those of the plain network, bit for bit."""
     (loss, gradients, buffers), (other, theirs, kept) = trained(model, batch()), trained(plain, batch())
     assert torch.equal(loss, other)
     for name, gradient in theirs.items():
@@ -204,7 +204,7 @@ def test_the_gradient_of_an_incubating_seed_is_that_of_its_change_and_of_its_siz
 
 
 def transformed(form):
-    """A network in evaluation mode with seeds, by how they are in it; its parameters, and its loss on some examples."""
+    """Build a network in evaluation mode with seeds in a form; return it, its parameters, and its loss on some examples."""
     model = grafted("one", "two").eval()
     if form == "frozen":
         anchor(model.requires_grad_(False), True)
@@ -316,7 +316,7 @@ def test_a_wire_is_empty_behind_a_pass():
 
 
 def wired(build=Net):
-    """A network in evaluation mode with a seed that reads the input of an earlier block, and one that reads the network's."""
+    """Build a network in evaluation mode with a seed that reads an earlier block's input, and one that reads the network's."""
     with drawn_with(0):
         model = build().eval()
     graft(model, {name: SITES[name] for name in ("span", "two")})
@@ -365,7 +365,7 @@ def test_a_pass_within_a_pass_has_a_value_of_its_own():
 
 
 class Broken(Net):
-    """A network whose pass dynamo cannot compile as one graph."""
+    """Splits the graph of its pass, so that dynamo cannot compile it as one."""
 
     def forward(self, x):
         x = self.stem(x)
@@ -376,7 +376,7 @@ class Broken(Net):
 
 
 class Recomputing(Net):
-    """A network that computes its blocks again in the backward pass, together."""
+    """Computes its blocks again in the backward pass, together."""
 
     def blocks_of(self, x):
         for block in self.blocks:
@@ -400,7 +400,7 @@ def test_what_a_seed_reads_from_elsewhere_reaches_it_in_a_compiled_network_and_b
 
 
 class Meeting(Net):
-    """A network whose threads wait for each other behind each block, where every wire has been written to."""
+    """Lets threads wait for each other behind each block, where every wire has been written to."""
 
     meet = staticmethod(lambda: None)
 
@@ -523,7 +523,7 @@ def test_a_module_under_two_names_is_a_site_under_either():
 
 
 def test_a_network_whose_path_depends_on_its_data_can_be_grafted():
-    """Tracing fails on it: the condition and the number of steps are values of tensors."""
+    """Check a network that tracing fails on: the condition and the number of steps are values of tensors."""
 
     class Adaptive(nn.Module):
         def __init__(self):
@@ -569,7 +569,7 @@ def test_a_parametrized_layer_keeps_its_parametrization():
 
 
 def test_a_class_that_was_swapped_since_keeps_that_swap():
-    """As torch's parametrize and fully_shard swap it: to give the old class back would undo that in silence."""
+    """Check classes as torch's parametrize and fully_shard swap them: to give the old class back would undo that in silence."""
     graft(model := net(), {"a": Site("a", "blocks.0.lift", "blocks.0.lift", Vector(12))})
     lift = model.blocks[0].lift
     parametrizations.weight_norm(lift)

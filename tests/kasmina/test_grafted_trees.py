@@ -22,7 +22,7 @@ WIDTH = 4
 
 
 class Network(nn.Module):
-    """A tree with a head; returns a mapping."""
+    """Runs a tree with a head; returns a mapping."""
 
     def __init__(self, tree, kind):
         super().__init__()
@@ -33,7 +33,7 @@ class Network(nn.Module):
 
 
 def places(network, kind, x):
-    """Sites at every submodule that runs and returns a stream of the kind."""
+    """Find sites at every submodule that runs and returns a stream of the kind."""
     stream, found, handles = STREAMS[Kind(kind)], {}, []
     for path, part in network.named_modules():
 
@@ -50,7 +50,7 @@ def places(network, kind, x):
 
 
 def seed(draw, site, reading):
-    """A seed of a random blueprint that fits a site, with random weights."""
+    """Draw a seed of a random blueprint that fits a site, with random weights."""
     kind = site.stream.kind
     fitting = [entry for (of, _), entry in BLUEPRINTS.items() if of == kind and reading.widths[entry.tap]]
     entry, blend = draw(st.sampled_from(fitting)), draw(st.sampled_from(list(Blend)))
@@ -63,7 +63,7 @@ def seed(draw, site, reading):
 
 
 def passes(network, x):
-    """Outputs of an evaluation and of a training pass, gradients of parameters by name, and the state behind them."""
+    """Return outputs of an evaluation and of a training pass, gradients of parameters by name, and the state behind them."""
     network = copy.deepcopy(network)
     with drawn_with(3):
         evaluated = list(floats(network.eval()(x)))
@@ -78,7 +78,7 @@ def own(named):
 
 
 def assert_same(network, plain, x):
-    """A network computes what a plain one does, bit for bit, and has its keys."""
+    """Check that a network computes what a plain one does, bit for bit, and has its keys."""
     assert list(own(network.state_dict())) == list(plain.state_dict())
     (outputs, gradients, buffers), (usual, theirs, kept) = passes(network, x), passes(plain, x)
     assert len(outputs) == len(usual)

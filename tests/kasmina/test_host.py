@@ -1,4 +1,4 @@
-"""The inner features of segments: which are found, which are measured, and what is refused."""
+"""Test the inner features of segments: which are found, which are measured, and what is refused."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ FOUND = {
 
 
 class Backwards(nn.Sequential):
-    """An nn.Sequential that runs its modules in another order."""
+    """Runs the modules of an nn.Sequential in another order."""
 
     def forward(self, x):
         for module in reversed(list(self)):
@@ -63,7 +63,7 @@ def test_what_a_slot_says_itself_stands():
 
 
 def task_of(segment, *, inner=None):
-    """Two clusters, and a host of 4 -> 8, the segment and 8 -> 2 features."""
+    """Make a task of two clusters, and a host of 4 -> 8, the segment and 8 -> 2 features."""
     generator = torch.Generator().manual_seed(0)
     y = torch.arange(120) % 2
     x = torch.randn(120, 4, generator=generator) + y[:, None]
@@ -94,7 +94,7 @@ def test_inner_features_that_were_found_are_measured_in_every_environment():
 
 
 class Block(nn.Module):
-    """A narrow segment that shows nothing of itself."""
+    """Shows nothing of the narrow segment within."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A module whose numbers for a row depend on its company is named."""
+"""Check that a module whose numbers for a row depend on its company is named."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ class Centred(nn.Module):
 
 
 class Rowwise(nn.Module):
-    """Forward values that do not depend on other rows, under a gradient that does."""
+    """Computes forward values that do not depend on other rows, under a gradient that does."""
 
     stacks = True
 

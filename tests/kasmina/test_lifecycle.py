@@ -1,4 +1,4 @@
-"""The lifecycle of a whole population beside the obvious machine of one slot, and the time line step by step."""
+"""Test the lifecycle of a whole population beside the obvious machine of one slot, and the time line step by step."""
 
 import itertools
 import math
@@ -53,7 +53,7 @@ class Decision(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """Both sections of the config that the machine has to know, and the slots."""
+    """Holds both sections of the config that the machine has to know, and the slots."""
 
     lifecycle: LifecycleConfig
     gates: GatesConfig
@@ -63,7 +63,7 @@ class Rules(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """What was measured of one slot; None where nothing was."""
+    """Holds what was measured of one slot; None where nothing was."""
 
     gain: float | None
     finite: bool
@@ -71,7 +71,7 @@ class Evidence(NamedTuple):
 
 
 class Machine:
-    """One slot."""
+    """Runs the lifecycle of one slot."""
 
     def __init__(self, rules: Rules, index: int) -> None:
         self.rules, self.index = rules, index
@@ -97,7 +97,7 @@ class Machine:
         return evidence.contribution is not None and evidence.contribution > 0
 
     def may(self, d: Decision, others: "list[Machine]", evidence: Evidence) -> bool:
-        """`others` are all slots of the environment."""
+        """Return whether a decision may be made; `others` are all slots of the environment."""
         rules = self.rules
         if d.op == Op.GERMINATE:
             if self.stage != Stage.DORMANT:
@@ -202,13 +202,13 @@ def obvious_ramp(p: float, shape: str) -> float:
 
 
 def make_space(slots: int, config: LifecycleConfig, fits=FITS, tempos=TEMPOS, targets=TARGETS) -> Space:
-    """What the lifecycle reads of a space, and nothing else."""
+    """Make what the lifecycle reads of a space, and nothing else."""
     known = {"tempos": tempos, "targets": targets, "fits": np.array(fits[:slots]), "max_seeds": config.max_seeds}
     return Space(**dict.fromkeys(Space._fields) | {"blends": np.ones(len(Blend), bool)} | known)
 
 
 def measure(evidence: "list[list[Evidence]]") -> Measurements:
-    """The evidence of every slot as the arrays that gates read, and nothing else."""
+    """Put the evidence of every slot into the arrays that gates read, and nothing else."""
 
     def estimate(values) -> Estimate:
         mean = np.array([[np.nan if v is None else v for v in row] for row in values], np.float64)
@@ -227,7 +227,7 @@ def as_actions(decisions: "list[Decision]") -> Actions:
 
 
 class Moment(NamedTuple):
-    """One phase of one step, of the population and of every slot's machine."""
+    """Records one phase of one step, of the population and of every slot's machine."""
 
     phase: str  # "apply" or "tick"
     before: Seeds
@@ -377,7 +377,7 @@ GOOD = Evidence(1.0, True, 1.0)
 
 
 class Slot:
-    """One environment of one slot, whose measurements are always good."""
+    """Runs one environment of one slot, whose measurements are always good."""
 
     def __init__(self, min_training=2, min_holding=2, evidence=GOOD, **lifecycle) -> None:
         self.config = LifecycleConfig(**lifecycle)
@@ -411,7 +411,7 @@ class Slot:
         return edges(before, self.seeds)
 
     def step(self, op=Op.WAIT, **choices) -> float:
-        """One whole step; the alpha of its training."""
+        """Do one whole step, and return the alpha of its training."""
         self.decide(op, **choices)
         alpha = self.alpha
         self.tick()
@@ -647,7 +647,7 @@ SMALL_FITS = ((True, True), (False, True))
 
 
 def reached_states() -> dict[str, Seeds]:
-    """States of one environment of two slots, reached by valid decisions with good measurements."""
+    """Return states of one environment of two slots, reached by valid decisions with good measurements."""
     config = LifecycleConfig(max_seeds=2, max_training_seeds=1, min_prune_age=2, embargo=2, **SMALL)
     space = make_space(2, config, SMALL_FITS, **SMALL)
     gates = GatesConfig(min_training_steps=1, min_holding_steps=1)
@@ -694,7 +694,7 @@ EVERY_ACTION = as_actions(EVERY)
 
 @pytest.fixture(scope="module", params=[(state, seen) for state in STATES for seen in MEASURED], ids="-".join)
 def enumerated(request):
-    """Every decision there is, each in an environment of its own that is in the same state."""
+    """Apply every decision there is, each in an environment of its own that is in the same state."""
     name, seen = request.param
     config = LifecycleConfig(max_seeds=2, max_training_seeds=1, min_prune_age=2, embargo=2, **SMALL)
     space = make_space(2, config, SMALL_FITS, **SMALL)

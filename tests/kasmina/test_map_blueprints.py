@@ -98,7 +98,7 @@ def test_a_norm_is_that_of_torch_with_one_group():
 
 
 class Behind(nn.Module):
-    """A convolution that starts at 0, and something behind it."""
+    """Convolves with weights that start at 0, and applies something behind."""
 
     def __init__(self, reads, writes, last):
         super().__init__()
@@ -130,7 +130,7 @@ def test_a_map_blueprint_on_a_vector_host_is_refused_with_its_kind():
 
 @pytest.fixture
 def registry():
-    """The table of blueprints, as it was again after the test."""
+    """Return the table of blueprints, and restore it after the test."""
     before = dict(BLUEPRINTS)
     yield BLUEPRINTS
     BLUEPRINTS.clear()

@@ -1,4 +1,4 @@
-"""Convolutional hosts and their seeds: what a slot computes, and that a row is the same in any company and mapping."""
+"""Test convolutional hosts and their seeds: what a slot computes, and that a row is the same in any company and mapping."""
 
 import copy
 
@@ -23,7 +23,7 @@ from thinning import crossed
 
 
 def obvious(body, seeds, env, x, dose):
-    """One network, its seeds one after another, as the formulas say."""
+    """Compute one network, its seeds one after another, as the formulas say."""
     with drawn_with(0):
         host = HOST().to(x.dtype)
     body.host.read(env, host)
@@ -47,7 +47,7 @@ def obvious(body, seeds, env, x, dose):
 
 
 def populated(rows, blend=Blend.ADD, *, first=0, **options):
-    """Every map blueprint in turn, one in each slot of each row; row r is the same in any population."""
+    """Plant every map blueprint in turn, one in each slot of each row; row r is the same in any population."""
     body = map_body(rows, **options)
     seeds = empty(body)
     for env in range(rows):
@@ -180,7 +180,7 @@ def test_a_batch_norm_in_a_users_host_keeps_its_own_statistics_in_each_row():
 
 
 class _Fixed:
-    """A factory that gives copies of one host."""
+    """Makes copies of one host, as a factory."""
 
     inputs, outputs = INPUTS, 3
 

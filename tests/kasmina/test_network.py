@@ -1,4 +1,4 @@
-"""What a grown network takes and returns: raw features in, the task's own labels out, in memory and from a file."""
+"""Test what a grown network takes and returns: raw features in, the task's own labels out, in memory and from a file."""
 
 import json
 import re
@@ -23,7 +23,7 @@ KEEP = [
 
 
 def flowers(**options):
-    """Features far from mean 0 and deviation 1, as measurements are, and labels by name."""
+    """Make features far from mean 0 and deviation 1, as measurements are, labels by name, and their task."""
     x = np.random.default_rng(0).normal([500.0, -3.0, 0.02], [80.0, 1.0, 0.004], (N, 3))
     y = SPECIES[((x[:, 0] - 500) / 80 > (x[:, 1] + 3)).astype(int)]
     host = MLP(inputs=3, width=8, hidden=(3, 5), outputs=2)
@@ -32,7 +32,7 @@ def flowers(**options):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """(task, x, y, summary, folder of the network) of a network with a seed that reads the input."""
+    """Grow a network with a seed that reads the input: (task, x, y, summary, folder of the network)."""
     x, y, task = flowers()
     folder = tmp_path_factory.mktemp("flowers")
     (folder / "schedule.yaml").write_text(json.dumps(KEEP))
@@ -85,7 +85,7 @@ def test_tensors_arrays_lists_and_frames_are_predicted_alike(run):
 
 @pytest.fixture(scope="module")
 def framed(tmp_path_factory):
-    """(frame, labels, folder) of a network that was grown on a frame whose columns have names."""
+    """Grow a network on a frame whose columns have names: (frame, labels, folder)."""
     x, y, _ = flowers()
     frame = pd.DataFrame(x, columns=["length", "angle", "weight"])
     task = esper.task("flowers", frame, y, host=MLP(3, 8, (3,), 2), standardize=True)

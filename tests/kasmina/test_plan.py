@@ -1,4 +1,4 @@
-"""Plans of passes: hashable, and shared by passes that differ in their doses alone."""
+"""Check that plans of passes are hashable, and shared by passes that differ in their doses alone."""
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from esper.tolaria.stacked.population import shadows
 
 
 def planted(envs, blueprint="mlp-small"):
-    """A body of four rows with a seed at slot 0 of some of them."""
+    """Build a body of four rows with a seed at slot 0 of some of them."""
     body = make_body(4)
     seeds = empty(body)
     for env in envs:

@@ -1,4 +1,4 @@
-"""Growing a grown network further: the same function to begin with, free slots, and what is saved and loaded again."""
+"""Test the growth of a grown network: the same function to begin with, free slots, and what is saved and loaded again."""
 
 import warnings
 from pathlib import Path
@@ -33,7 +33,7 @@ PERMISSIVE = {
 
 
 def trained(module):
-    """The module with all weights drawn, so that no seed is nothing."""
+    """Draw all weights of a module, so that no seed is nothing, and return it."""
     generator = torch.Generator().manual_seed(0)
     for parameter in module.parameters():
         parameter.data.normal_(0, 0.3, generator=generator)
@@ -41,7 +41,7 @@ def trained(module):
 
 
 def grown(*seeds, scaling=None):
-    """A network of four segments with seeds of (segment, blueprint, blend) in it."""
+    """Build a network of four segments with seeds of (segment, blueprint, blend) in it."""
     host = MLP(inputs=6, width=8, hidden=(3, 5), outputs=3)()
     modules, grafts = [], []
     for after, name, blend in seeds:
@@ -122,14 +122,14 @@ def test_a_grown_network_is_grown_further_saved_and_loaded(tmp_path, monkeypatch
 
 
 def own_host():
-    """A host of one's own: 6 -> 8, a bottleneck of 8 -> 2 -> 8, and 8 -> 3 features."""
+    """Build a host of one's own: 6 -> 8, a bottleneck of 8 -> 2 -> 8, and 8 -> 3 features."""
     segments = [nn.Linear(6, 8), nn.Sequential(nn.Linear(8, 2), nn.ReLU(), nn.Linear(2, 8)), nn.Linear(8, 3)]
     slots = [esper.SlotSpec("first", after=0, width=8), esper.SlotSpec("middle", after=1, width=8)]
     return esper.SegmentedHost(segments, slots)
 
 
 def network_on(host, after, name, original=None):
-    """A grown network of a host with one seed, all weights drawn."""
+    """Build a grown network of a host with one seed, all weights drawn."""
     entry = get_blueprint(name)
     seed = Seed(entry.build(6 if entry.tap == Tap.INPUT else 8, 8), 8)
     del seed.gate
@@ -191,7 +191,7 @@ def test_a_regrown_host_that_cannot_be_widened_names_the_users_segment_and_the_m
 
 
 def blobs_on(host):
-    """The examples of `blobs`, for another host."""
+    """Make a task of the examples of `blobs`, for another host."""
     task = blobs()
     x = torch.cat([task.train.x, task.probe.x, task.validation.x, task.test.x])
     y = torch.cat([task.train.y, task.probe.y, task.validation.y, task.test.y])

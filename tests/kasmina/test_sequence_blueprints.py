@@ -1,4 +1,4 @@
-"""Sequence blueprints: born well at any length, counted truly, and blind to later positions."""
+"""Test sequence blueprints: born well at any length, counted truly, and blind to later positions."""
 
 import itertools
 
@@ -31,7 +31,7 @@ EVERY = pytest.mark.parametrize("name", SEQUENCES)
 
 
 def drawn(name, width=4, key=3):
-    """A seed whose parameters are all away from their birth."""
+    """Make a seed whose parameters are all away from their birth."""
     with drawn_with(key):
         seed = Seed(get_blueprint(name, Kind.SEQUENCE).build(width, width), width)
         for parameter in seed.parameters():
@@ -136,7 +136,7 @@ def test_no_sequence_blueprint_depends_on_neighbours_under_any_blend(width):
 
 
 class NextPosition(nn.Module):
-    """A linear map of the position behind each."""
+    """Applies a linear map to the position behind each."""
 
     def __init__(self, reads, writes):
         super().__init__()
@@ -148,7 +148,7 @@ class NextPosition(nn.Module):
 
 @pytest.fixture
 def registry():
-    """The table of blueprints, as it was again after the test."""
+    """Return the table of blueprints, and restore it after the test."""
     before = dict(BLUEPRINTS)
     yield BLUEPRINTS
     BLUEPRINTS.clear()
@@ -183,14 +183,14 @@ def test_a_bypass_around_a_segment_that_shortens_a_causal_sequence_does_not_fit(
 
 
 class Halved(nn.Module):
-    """Every second position: (B, L, C) -> (B, L // 2, C)."""
+    """Keeps every second position: (B, L, C) -> (B, L // 2, C)."""
 
     def forward(self, x):
         return x[..., 1::2, :]
 
 
 class CausalHostOf:
-    """The factory of a host for sequences of 7 positions."""
+    """Makes a host for sequences of 7 positions, as a factory."""
 
     inputs, outputs = HOST.inputs, 3
 

@@ -1,4 +1,4 @@
-"""Sequence hosts and their seeds: what a slot computes, rows in any company and mapping, sensors, and grown networks."""
+"""Test sequence hosts and their seeds: what a slot computes, rows in any company and mapping, sensors, and grown networks."""
 
 import copy
 
@@ -29,7 +29,7 @@ BLENDS = pytest.mark.parametrize("blend", Blend)
 
 
 def obvious(body, seeds, env, x, dose):
-    """One network, its seeds one after another, as the formulas say."""
+    """Compute one network, its seeds one after another, as the formulas say."""
     with drawn_with(0):
         host = HOST().to(x.dtype)
     body.host.read(env, host)
@@ -51,7 +51,7 @@ def obvious(body, seeds, env, x, dose):
 
 
 def populated(rows, blend=Blend.ADD, *, stage=Stage.HOLDING, **options):
-    """Every sequence blueprint in turn, one in each slot of each row; row r is the same in any population."""
+    """Plant every sequence blueprint in turn, one in each slot of each row; row r is the same in any population."""
     body = sequence_body(rows, **options)
     seeds = empty(body)
     for env in range(rows):

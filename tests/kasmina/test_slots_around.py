@@ -1,4 +1,4 @@
-"""Slots whose bypasses go around several segments: what they compute, in any company, and what is exported of them."""
+"""Test slots whose bypasses go around several segments: what they compute, in any company, and what is exported of them."""
 
 import copy
 import json
@@ -38,7 +38,7 @@ STARTS = (0, 1, 0, 4)
 
 
 def populated(kind, rows=5, blend=Blend.ADD, *, stage=Stage.HOLDING, jolt=0.3, dtype=torch.float32, **options):
-    """A seed in each slot of each row, of each blueprint in turn; row r is the same in any population."""
+    """Plant a seed in each slot of each row, of each blueprint in turn; row r is the same in any population."""
     menu = MENUS[kind]
     body = planted_body(SpannedHost(kind), kind, rows, menu, dtype, **options)
     seeds = empty(body)
@@ -57,7 +57,7 @@ def host_of(body, kind, env):
 
 
 def obvious(body, seeds, kind, env, x, dose):
-    """One network, its seeds one after another, as the formulas say."""
+    """Compute one network, its seeds one after another, as the formulas say."""
     entered, h = [], x
     for index, segment in enumerate(host_of(body, kind, env).segments):
         entered.append(h)
@@ -219,7 +219,7 @@ def test_an_exported_network_is_saved_loaded_and_grown_further(kind, tmp_path):
 
 
 def network_with(*planted):
-    """A network for vectors with kept seeds (slot, blueprint), of parameters away from their birth."""
+    """Build a network for vectors with kept seeds (slot, blueprint), of parameters away from their birth."""
     body = planted_body(SpannedHost(), Kind.VECTOR, 2, MENUS[Kind.VECTOR], torch.float32)
     seeds = empty(body)
     for slot, name in planted:

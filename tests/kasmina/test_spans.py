@@ -1,4 +1,4 @@
-"""Spans are pairs of a source and a target: a seed there starts as nothing, learns, and becomes units of a pair or stays."""
+"""Test spans, pairs of a source and a target: a seed there starts as nothing, learns, and becomes units of a pair or stays."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from trees import conv
 
 
 class FeedForward(nn.Module):
-    """A block of a transformer without attention: x + down(f(up(norm(x))))."""
+    """Computes x + down(f(up(norm(x)))), a block of a transformer without attention."""
 
     def __init__(self, width, inner, between=nn.ReLU):
         super().__init__()
@@ -36,7 +36,7 @@ class FeedForward(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A block of a ResNet that narrows to `inner` channels for its kernel of 3, or widens if `inner` is larger."""
+    """Runs its kernel of 3 on `inner` channels, fewer or more than its width, as a block of a ResNet."""
 
     def __init__(self, width, inner):
         super().__init__()
@@ -69,7 +69,7 @@ class UNet(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids, blocks, and a head whose weight is that of the embedding."""
+    """Reads token ids by blocks and by a head whose weight is that of the embedding."""
 
     def __init__(self, layers):
         super().__init__()
@@ -241,7 +241,7 @@ def test_a_seed_on_a_span_changes_nothing_at_birth_learns_and_is_folded_or_saved
 
 
 def hidden(module, x, span, kind):
-    """A network in float64 with four hidden units of random weights on a span, at dose 0.6."""
+    """Build a network in float64 with four hidden units of random weights on a span, at dose 0.6."""
     module.double()
     site = find_sites(module, x).spans[span]
     graft(module, {site.site.name: site.site})

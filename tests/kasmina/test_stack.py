@@ -1,4 +1,4 @@
-"""A stack runs many copies of a module as if each were alone, in whichever way it is run."""
+"""Check that a stack runs many copies of a module as if each were alone, in whichever way it is run."""
 
 import re
 from functools import partial
@@ -17,7 +17,7 @@ from esper.tolaria.stacked.optimizer import Updates
 
 
 class Tanh(nn.Module):
-    """A module whose operations all act on trailing axes."""
+    """Computes by operations that all act on trailing axes."""
 
     stacks = True
 
@@ -30,7 +30,7 @@ class Tanh(nn.Module):
 
 
 class Normed(nn.Module):
-    """A module that no way of running knows beforehand, with a parameter of no dimension."""
+    """Normalises in a way that no way of running knows beforehand, with a parameter of no dimension."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ def filled(module, rows, **options):
 
 
 def trained(module, mapping, dtype, steps=20):
-    """Losses, last gradients and parameters of 20 AdamW steps."""
+    """Return the losses, last gradients and parameters of 20 AdamW steps."""
     stack, rows = filled(module, 4, mapping=mapping, dtype=dtype), slice(0, 4)
     optimizer = partial(Updates, config=OptimizerConfig(lr=1e-2))
     generator = torch.Generator().manual_seed(1)
@@ -147,7 +147,7 @@ def test_vmap_refuses_dropout_by_name():
 
 
 class Starved(nn.Module):
-    """What a device without memory left does to a call of many rows; row by row there would be enough."""
+    """Raises an error at a call of many rows, as a device without memory left does; row by row there would be enough."""
 
     def __init__(self, error):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Static networks derived from a host: identity skips, and widths without bottlenecks."""
+"""Test static networks derived from a host: identity skips, and widths without bottlenecks."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from esper.leyline.lifecycle.streams import Kind
 
 
 def vectors(*, last=None):
-    """Segments of 4 -> 8, 8 -> 1 -> 8 and 8 -> 2 features."""
+    """Build segments of 4 -> 8, 8 -> 1 -> 8 and 8 -> 2 features."""
     segments = [
         nn.Linear(4, 8),
         nn.Sequential(nn.Linear(8, 1), nn.ReLU(), nn.Linear(1, 8)),
@@ -35,7 +35,7 @@ def maps():
 
 
 class Block(nn.Module):
-    """y = x + f(norm(x)), as a pre-norm transformer block is."""
+    """Computes y = x + f(norm(x)), as a pre-norm transformer block does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,14 +46,14 @@ class Block(nn.Module):
 
 
 class PostNorm(Block):
-    """y = norm(x + f(x)), as a post-norm block is."""
+    """Computes y = norm(x + f(x)), as a post-norm block does."""
 
     def forward(self, x):
         return self.norm(x + self.f(x))
 
 
 class Last(nn.Module):
-    """A GRU whose last state is the stream."""
+    """Returns the last state of a GRU as the stream."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -46,7 +46,7 @@ def test_a_decision_that_is_no_actions_is_told_the_fields():
 
 
 class Broken(Controller):
-    """A controller whose op is NaN from a step on."""
+    """Decides by an op that is NaN from a step on."""
 
     def __init__(self, since):
         self.since = since

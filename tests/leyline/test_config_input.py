@@ -1,4 +1,4 @@
-"""What a person gives for a config is taken as it is meant, or refused in one sentence."""
+"""Check that what a person gives for a config is taken as it is meant, or refused in one sentence."""
 
 import pytest
 
@@ -120,7 +120,7 @@ def test_no_sentence_is_in_the_words_of_pydantic(key, value):
 
 
 def test_keys_of_one_last_name_mean_the_same():
-    """What is listed here means the same in each of its sections; any other last name stands once."""
+    """Check that what is listed here means the same in each of its sections; any other last name stands once."""
     alike = {"name", "enabled", "lr", "max_grad_norm", "device"}
     last = [key.rpartition(".")[2] for key, *_ in reference()]
     assert {name for name in last if last.count(name) > 1} == alike

@@ -1,4 +1,4 @@
-"""Digests of examples: equal where the bytes are, and different elsewhere."""
+"""Check that digests of examples are equal where the bytes are, and different elsewhere."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Gates: margins, what was not measured, and the reasons that a person reads."""
+"""Test gates: margins, what was not measured, and the reasons that a person reads."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def estimate(mean, se):
 
 
 def judged(*, stage=Stage.TRAINING, age=5, gain=(0.2, 0.1), contribution=(0.2, 0.05), finite=True, config=CONFIG):
-    """Both gates of one slot."""
+    """Judge both gates of one slot."""
     seeds = dormant(1, 1)
     seeds.stage[:], seeds.age[:] = stage, age
     found = {

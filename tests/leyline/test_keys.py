@@ -1,4 +1,4 @@
-"""Keyed randomness: the published hash, the same numbers in NumPy and torch, and what a key depends on."""
+"""Test keyed randomness: the published hash, the same numbers in NumPy and torch, and what a key depends on."""
 
 import itertools
 
@@ -20,7 +20,7 @@ def signed(x: int) -> int:
 
 
 def obvious_mix(x: int) -> int:
-    """splitmix64 with Python's integers, cut to 64 bits."""
+    """Compute splitmix64 with Python's integers, cut to 64 bits."""
     z = (x + GAMMA) % 2**64
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64

@@ -1,4 +1,4 @@
-"""Length in epochs and in steps: how they relate, and which of two that are given counts."""
+"""Test length in epochs and in steps: how they relate, and which of two that are given counts."""
 
 import json
 

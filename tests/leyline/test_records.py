@@ -1,4 +1,4 @@
-"""`help` of a record or an enumeration says what each of its fields or members is."""
+"""Check that `help` of a record or an enumeration says what each of its fields or members is."""
 
 import dataclasses
 import enum
@@ -14,7 +14,7 @@ from esper import leyline
 
 
 def records():
-    """The NamedTuples, dataclasses and enumerations of `esper.leyline`, and every public one, that have fields of their own."""
+    """Find the NamedTuples, dataclasses and enumerations of `esper.leyline`, and all public ones, with fields of their own."""
     modules = [importlib.import_module(f"esper.leyline.{each.name}") for each in pkgutil.iter_modules(leyline.__path__)]
     own = [value for module in modules for value in vars(module).values() if inspect.isclass(value)]
     public = [getattr(esper, name) for name in esper.__all__]
@@ -23,7 +23,7 @@ def records():
 
 
 def inherits_fields(record):
-    """Whether a dataclass has the fields of its base and no others, as `Map` has those of `Stream`."""
+    """Return whether a dataclass has the fields of its base and no others, as `Map` has those of `Stream`."""
     return any(dataclasses.is_dataclass(base) and names(base) == names(record) for base in record.__bases__)
 
 

@@ -1,4 +1,4 @@
-"""Text for a terminal: numbers with their nouns, and what a misspelt name was meant to be."""
+"""Test text for a terminal: numbers with their nouns, and what a misspelt name was meant to be."""
 
 import pytest
 

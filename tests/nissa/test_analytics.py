@@ -1,4 +1,4 @@
-"""The table of blueprints is what the rows of a run say."""
+"""Check that the table of blueprints is what the rows of a run say."""
 
 import math
 

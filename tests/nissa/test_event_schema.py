@@ -1,4 +1,4 @@
-"""The events of a run are one table: a field has one type over all kinds of rows, and a page lists them."""
+"""Check that a field of events has one type over all kinds of rows, and that a page lists all fields."""
 
 import json
 import os
@@ -38,7 +38,7 @@ OPTIONAL = {
 
 @pytest.fixture(scope="module")
 def events(tmp_path_factory):
-    """The events.jsonl of a run in which seeds grow."""
+    """Return the events.jsonl of a run in which seeds grow."""
     folder = tmp_path_factory.mktemp("run") / "r"
     config = small_config(
         task="iris",
@@ -55,7 +55,7 @@ def events(tmp_path_factory):
 
 
 def json_type(value):
-    """The type of a value as the page names it; None where nothing in it says."""
+    """Name the type of a value as the page does; None where nothing in it says."""
     match value:
         case bool():
             return "boolean"
@@ -73,7 +73,7 @@ def json_type(value):
 
 
 def _common(values):
-    """The one type of values, where whole numbers stand beside others; None where nothing in them says."""
+    """Find the one type of values, where whole numbers stand beside others; None where nothing in them says."""
     inner = {found for each in values if (found := json_type(each)) is not None}
     inner -= {found.replace("number", "integer") for found in inner if "number" in found}
     assert len(inner) <= 1, values

@@ -63,7 +63,7 @@ def scores(metric: float) -> Scores:
 
 
 def view(after: Seeds) -> View:
-    """What `episode_rows` reads of a view, after five steps of episode 1."""
+    """Make what `episode_rows` reads of a view, after five steps of episode 1."""
     unread: Any = None
     return View(
         space=space(),

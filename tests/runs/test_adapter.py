@@ -1,4 +1,4 @@
-"""What was grown in a frozen host, on another copy of it."""
+"""Test what was grown in a frozen host, on another copy of it."""
 
 import json
 
@@ -48,7 +48,7 @@ def data():
 
 @pytest.fixture(scope="module")
 def grown(tmp_path_factory):
-    """A frozen host that grew, and the folder of what grew."""
+    """Grow a frozen host, and return it with the folder of what grew."""
     model = host().requires_grad_(False)
     sites = {"a": ("0", "0"), "b": ("2", "0"), "c": ("4", "4")}
     graft(model, {name: Site(name, *paths, Vector(8)) for name, paths in sites.items()})

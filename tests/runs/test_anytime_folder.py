@@ -1,4 +1,4 @@
-"""The run folder of a network that becomes wider as a whole: the report, the window and the server, and a network restored."""
+"""Test the run folder of a network that becomes wider as a whole: the report, the window, the server, and a network restored."""
 
 import re
 
@@ -40,7 +40,7 @@ def trained(run, first, last, spoilt=-1):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The folder of a run with a probe in which the network grew twice, and the growth."""
+    """Grow a run with a probe in which the network grew twice; return its folder and the growth."""
     path = tmp_path_factory.mktemp("runs") / "wider"
     probe, loss = [batch(999)], nn.CrossEntropyLoss()
     growth = trained(made(path, probe=probe, loss=loss), 0, 60)

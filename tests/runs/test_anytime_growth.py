@@ -1,4 +1,4 @@
-"""A network that becomes wider while its loop goes on, for as long as nobody knows."""
+"""Check that a network becomes wider while its loop goes on, whose length nobody knows."""
 
 import copy
 import itertools
@@ -114,7 +114,7 @@ def test_rates_are_scaled_within_a_step_alone_and_not_by_growths_with_which_the_
 
 @pytest.fixture(scope="module")
 def whole():
-    """A run of forty steps that was never stopped."""
+    """Train a run of forty steps that is never stopped."""
     return trained(made(), 0, 40)
 
 
@@ -136,7 +136,7 @@ def test_a_resumed_run_goes_on_to_the_same_bits(stop, whole):
 
 def test_a_list_of_optimizers_follows_is_resumed_to_the_same_bits_and_gets_back_its_memory():
     class Both(list):
-        """Two optimizers in the place of one."""
+        """Updates by two optimizers in the place of one."""
 
         def step(self):
             for each in self:
@@ -258,7 +258,7 @@ def test_a_limit_and_a_loss_that_does_not_fall_keep_a_network_small_and_are_name
 
 
 def falling(bend, power=0.15, warmup=1):
-    """A run whose loss on the probe falls as compute^-.3, and as compute^-power from `bend` on, whatever it learns."""
+    """Make a run whose loss on the probe falls as compute^-.3, and as compute^-power from `bend` on, whatever it learns."""
     run = None
 
     def loss(output, target):
@@ -477,7 +477,7 @@ def mlp(width):
 
 @pytest.fixture
 def timed(monkeypatch):
-    """The numbers of networks that are timed in turn, with seconds of the test's own: a pass takes longer from 32 units on."""
+    """Replace the seconds of passes by the test's own, longer from 32 units on; return the numbers of networks timed in turn."""
     free, numbers = count(mlp(32)), []
 
     def seconds(growth, *networks):
@@ -489,7 +489,7 @@ def timed(monkeypatch):
 
 
 def from_four_units(steps, stop=None, **settings):
-    """What a network of four units has become; the loop is left and resumed at a step."""
+    """Grow a network of four units, whose loop is left and resumed at a step, and return what it has become."""
     torch.manual_seed(0)
     x, y = torch.randn(64, 10), torch.randint(2, (64,))
     model = mlp(4)

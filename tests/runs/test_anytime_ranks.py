@@ -1,4 +1,4 @@
-"""A network that becomes wider in two processes over gloo: under DistributedDataParallel, or sharded by fully_shard."""
+"""Test a network that becomes wider in two processes over gloo: under DistributedDataParallel, or sharded by fully_shard."""
 
 import re
 import subprocess
@@ -119,7 +119,7 @@ PROGRAM = textwrap.dedent(
 
 
 def grow(folder, name, size, start=0):
-    """What every process found."""
+    """Run the processes, and return what each found."""
     tests = str(Path(__file__).parents[1])
     program = folder / "program.py"
     program.write_text(PROGRAM.format(tests=tests, runs=RUNS, steps=STEPS, stops=STOPS))

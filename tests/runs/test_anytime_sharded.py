@@ -1,4 +1,4 @@
-"""A sharded network of one process grows as a plain one does.
+"""Check that a sharded network of one process grows as a plain one does.
 
 These tests come last: where a network was sharded, torch 2.13 ends a process that a thread forks later, or lets it hang, as the
 workers are that read ahead.
@@ -34,7 +34,7 @@ def shard(network):
 
 
 def loop(stop, given=None, state=None, spoilt=None, **settings):
-    """The growth of a small network that is trained up to a step, its optimizer, and its state behind step 15."""
+    """Train a small network up to a step; return its growth, its optimizer, and its state behind step 15."""
     torch.manual_seed(0)
     model = GPT().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

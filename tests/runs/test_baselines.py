@@ -1,4 +1,4 @@
-"""Static networks beside grown ones: what each is, that it changes nothing of the growth, and what an interrupt leaves."""
+"""Test static networks beside grown ones: what each is, that it changes nothing of the growth, and what an interrupt leaves."""
 
 import json
 import os
@@ -36,7 +36,7 @@ TIMES = ("seconds", "env_steps_per_second", "phase_seconds")
 
 
 def config_of(*layers, **over):
-    """Short runs in which random decisions keep some seeds."""
+    """Make a config of short runs in which random decisions keep some seeds."""
     base = {
         "steps": STEPS,
         "models": "none",
@@ -72,7 +72,7 @@ def finished(task, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def population(task):
-    """A population of which environment 1 has kept a gated seed at slot 0 and the others none; and its config."""
+    """Grow a population of which environment 1 has kept a gated seed at slot 0 and the others none; return it and its config."""
     config = config_of(seed=0, steps=8, lifecycle={"auto_advance": False, "tempos": [0, 1, 2], "min_prune_age": 1})
     config = config.model_copy(update={"gates": small_config().gates})
     engine = VectorizedEngine(task.sealed(), config)
@@ -341,7 +341,7 @@ def test_a_run_killed_while_baselines_train_has_the_same_summary_once_resumed(ta
 
 
 class Interrupts(Controller):
-    """A controller during whose decision at some step Ctrl-C is pressed."""
+    """Sends Ctrl-C while the controller decides at some step."""
 
     def __init__(self, client, step):
         self.client, self.step = client, step
@@ -377,7 +377,7 @@ def test_a_second_interrupt_after_an_interrupted_growth_leaves_the_baselines_out
 
 
 class AtExport(Progress):
-    """Ctrl-C is pressed as networks are written, and what is answered is kept."""
+    """Sends Ctrl-C as networks are written, and keeps what is answered."""
 
     def __init__(self, times=1):
         self.times, self.answers = times, []
@@ -481,7 +481,7 @@ def test_a_host_that_is_plain_and_residual_already_is_its_own_plain_network_and_
 
 
 def test_wider_hosts_read_the_examples_of_one_dataset_together():
-    """The hosts of `plain` differ where environments kept other seeds, and read the same batches."""
+    """Check that the hosts of `plain` read the same batches, though they differ where environments kept other seeds."""
     x = torch.randn(300, 6, generator=torch.Generator().manual_seed(0))
     examples = torch.utils.data.TensorDataset(x, x[:, :3].argmax(1))
     task = task_from("shared", examples, host=MLP(6, 8, (3, 5), 3), classes=3, stream=True)

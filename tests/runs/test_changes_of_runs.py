@@ -1,4 +1,4 @@
-"""`--set` of a run that goes on: what may be changed, what is recorded of it, and where it comes to."""
+"""Test `--set` of a run that goes on: what may be changed, what is recorded of it, and where it comes to."""
 
 import shutil
 import signal
@@ -41,7 +41,7 @@ def run(folder, config, after=None, **how):
 
 
 def set_(folder, *settings, after=None):
-    """As `esper resume --set` does."""
+    """Continue a run as `esper resume --set` does."""
     before = read_config(folder)
     config = changed(before, settings)
     return run(folder, config, after, opening=Opening(resume=True, before=before, settings=settings))
@@ -68,7 +68,7 @@ def tensors(folder):
 
 @pytest.fixture
 def left(tmp_path):
-    """A run that was killed after its fifth step, behind four checkpoints."""
+    """Make a run that was killed after its fifth step, behind four checkpoints."""
     with pytest.raises(Left):
         run(tmp_path / "run", config_of(), 5)
     return tmp_path / "run"
@@ -128,7 +128,7 @@ def test_a_changed_config_is_still_guarded_against_an_editor(left):
 
 
 def test_a_finished_run_is_lengthened_to_the_state_of_a_longer_one(tmp_path):
-    """The rule never waits for the end, so nothing that it does depends on where that is."""
+    """Check with the rule `never`, which does not wait for the end: nothing that it does depends on where that is."""
     never = {"controller": "never"}
     run(tmp_path / "run", config_of(5, **never))
     summary = set_(tmp_path / "run", "steps=8")
@@ -296,7 +296,7 @@ def test_what_does_not_fit_a_training_is_refused_and_nothing_is_changed(trained,
 
 
 class Asking:
-    """An objective under which Ctrl-C is pressed as a loss of the number `at` is computed."""
+    """Sends Ctrl-C as a loss of the number `at` is computed."""
 
     def __init__(self, objective, at):
         self.metric, self.outputs, self.score = objective.metric, objective.outputs, objective.score
@@ -310,7 +310,7 @@ class Asking:
 
 
 def interrupted_in_a_round(folder, at=46):
-    """A training that Ctrl-C ended inside a round of learning, with shares of exploration that are all above 0."""
+    """End a training by Ctrl-C inside a round of learning, with shares of exploration that are all above 0."""
     task = blobs()
     explores = {"rounds": 4, "exploration": 0.4, "op_exploration": 0.2}
     configs = training_configs([task], "quick", SHORT, {"ppo": explores})

@@ -1,4 +1,4 @@
-"""Where a run may be written, and what of a folder an overwriting run removes."""
+"""Test where a run may be written, and what of a folder an overwriting run removes."""
 
 import json
 import os
@@ -222,7 +222,7 @@ def test_a_file_in_the_way_is_named(tmp_path, below):
 
 @contextmanager
 def unprivileged():
-    """As another user for a moment, where this one is root, who may write anywhere."""
+    """Run as another user for a moment, where this one is root, who may write anywhere."""
     if os.getuid():
         yield
         return

@@ -1,4 +1,4 @@
-"""The default controller on small data and hosts of one's own: it grows them where growing can help."""
+"""Check that the default controller grows small data and hosts of one's own where growing can help."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ SHORT = {"envs": 2, "steps": 12, "baselines": [], "data": {"batch_size": 16, "ba
 
 
 def rings(classes=2, examples=200, rare=0.5):
-    """Points on circles around one centre, of which no line tells one from another."""
+    """Draw points on circles around one centre, of which no line tells one from another."""
     generator = torch.Generator().manual_seed(3)
     y = (torch.rand(examples, generator=generator) < rare).long() if classes == 2 else torch.arange(examples) % classes
     angle = 2 * np.pi * torch.rand(examples, generator=generator)
@@ -47,7 +47,7 @@ def test_where_one_class_is_rare_that_the_other_is_predicted_always_is_no_reason
 
 
 class Recurrent(nn.Module):
-    """The last state of a GRU over a sequence (B, T, 2) -> (B, 4)."""
+    """Returns the last state of a GRU over a sequence (B, T, 2) -> (B, 4)."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +70,7 @@ def test_behind_a_recurrent_segment_it_plants_what_can_be_planted_there():
 
 
 class Looking(Heuristic):
-    """The rule, with whether it saw the growth sensors at each decision."""
+    """Decides by the rule, and notes whether it saw the growth sensors at each decision."""
 
     def __init__(self, *settings):
         super().__init__(*settings)

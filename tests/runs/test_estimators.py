@@ -1,4 +1,4 @@
-"""Growing estimators: they find a size, say which and why, and keep to the rules of scikit-learn."""
+"""Check that growing estimators find a size, say which and why, and keep to the rules of scikit-learn."""
 
 import pickle
 

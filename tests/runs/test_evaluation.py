@@ -1,4 +1,4 @@
-"""Evaluations of small populations; a mixture is `repair` in short steps."""
+"""Test evaluations of small populations; a mixture is `repair` in short steps."""
 
 import json
 from dataclasses import replace
@@ -44,7 +44,7 @@ def mixture():
 
 @pytest.fixture(scope="module")
 def slim():
-    """A data set whose host loses everything but one number in its first block."""
+    """Make a data set whose host loses everything but one number in its first block."""
     return blobs(hidden=(1, 6))
 
 
@@ -188,7 +188,7 @@ def test_more_instances_than_there_are_are_refused_in_one_sentence(mixture):
 
 
 class Counted:
-    """A contender that notes the populations that it is made for, but for the one environment that it is checked on."""
+    """Notes the populations that a contender is made for, but for the one environment that it is checked on."""
 
     def __init__(self, content=""):
         self.made = []
@@ -231,7 +231,7 @@ def test_a_damaged_file_is_refused_by_name(mixture, tmp_path):
 
 @pytest.fixture(scope="module")
 def told():
-    """The lines of the evaluation of `record`."""
+    """Return a list for the lines of the evaluation of `record`."""
     return []
 
 

@@ -1,4 +1,4 @@
-"""The folder of `esper eval`: one for each set of arguments, one process at a time, nothing replaced unasked."""
+"""Test the folder of `esper eval`: one for each set of arguments, one process at a time, nothing replaced unasked."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Evaluations whose populations are grown by workers: the same record for any number of them, also if some are killed."""
+"""Check that an evaluation by workers gives the same record for any number of them, also if some are killed."""
 
 import json
 import multiprocessing
@@ -41,7 +41,7 @@ def compare(task, **over):
 
 
 def content(record):
-    """A record without what a clock says."""
+    """Return a record without what a clock says."""
     kept = json.loads(json.dumps(record))
     kept.pop("workers", None)
     for each in kept["tasks"]:
@@ -52,7 +52,7 @@ def content(record):
 
 @pytest.fixture(scope="module")
 def alone(task):
-    """The record of an evaluation without workers."""
+    """Return the record of an evaluation without workers."""
     return content(compare(task))
 
 

@@ -1,4 +1,4 @@
-"""A run says why it planted nothing, which planned operations it left out, and why each seed was removed."""
+"""Check that a run says why it planted nothing, which planned operations it left out, and why each seed was removed."""
 
 import json
 
@@ -27,7 +27,7 @@ def explained(*arguments, **options):
 
 
 class Last(nn.Module):
-    """The last state of a GRU over a sequence (B, T, 2) -> (B, 4)."""
+    """Returns the last state of a GRU over a sequence (B, T, 2) -> (B, 4)."""
 
     def __init__(self):
         super().__init__()

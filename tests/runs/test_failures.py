@@ -30,11 +30,11 @@ ENVS, STEPS = 3, 6
 
 
 class Broken(Exception):
-    """An error of the user's own."""
+    """Reports an error of the user's own."""
 
 
 class Raising(Never):
-    """A controller that waits, and raises as it decides on a step, or as it is told of one."""
+    """Waits, and raises as it decides on a step, or as it is told of one."""
 
     def __init__(self, error=None, at=3, where="act"):
         self.error, self.at, self.where, self.decided = error, at, where, 0
@@ -57,7 +57,7 @@ class Raising(Never):
 
 
 class Failing:
-    """The objective of a task, one of whose functions fails from its call number `at` on."""
+    """Replaces one function of a task's objective by one that goes wrong from its call number `at` on."""
 
     def __init__(self, objective, name, at, value=None, error=None):
         self.metric, self.outputs = objective.metric, objective.outputs
@@ -93,7 +93,7 @@ def last_row(folder):
 
 
 def assert_failed(folder, kind, message):
-    """What a run that failed leaves."""
+    """Check what a run that failed leaves, and return its summary."""
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["error"]) == ("failed", {"type": kind, "message": message})
     assert (last_row(folder).status, last_row(folder).error) == ("failed", f"{kind}: {message}")
@@ -333,7 +333,7 @@ def test_an_error_of_a_reward_ends_the_training_as_failed_and_it_can_be_resumed(
 
 
 def streamed_training(folder, left=None, **opening):
-    """A training of one round of imitation and two of learning, each with a validation; reading fails after so many examples."""
+    """Train one round of imitation and two of learning, each with a validation; reading fails after so many examples."""
     data = Lost()
     data.left = left
     tasks, ppo = [streamed(data)], {**SHORT["ppo"], "imitation_rounds": 1}

@@ -65,7 +65,7 @@ def timeless(value):
 
 
 def files(folder):
-    """Names of what a run left, and the bytes of what a user takes home."""
+    """Return the names of what a run left, and the bytes of what a user takes home."""
     kept = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     return sorted(kept), {
         name: path.read_bytes() for name, path in kept.items() if name.startswith(("models/", "controller/"))

@@ -1,4 +1,4 @@
-"""Whole runs on a small task. Episodes are short and gates permissive, so that seeds reach every end in them."""
+"""Grow whole runs on a small task. Episodes are short and gates permissive, so that seeds reach every end in them."""
 
 import json
 import os
@@ -314,7 +314,7 @@ def test_a_task_without_a_test_split_is_refused(task):
 
 
 class InterruptsItself(Controller):
-    """A controller during whose decision at some step Ctrl-C is pressed, once or more."""
+    """Sends Ctrl-C, once or more, while the controller decides at some step."""
 
     def __init__(self, client: Any, step: int, times: int = 1) -> None:
         self.client, self.step, self.times = client, step, times

@@ -1,4 +1,4 @@
-"""Growths whose rows are divided among workers: the same run for any number of them, also if some are killed."""
+"""Check that growths whose rows are divided among workers are the same for any number of them, also if some are killed."""
 
 import json
 import multiprocessing
@@ -66,7 +66,7 @@ def grown(folder, asked=ALONE, watch=None, opening=None, **over):
 
 
 def content(folder):
-    """The summary, the rows and the files of the networks, without what a clock says."""
+    """Return the summary, the rows and the files of the networks, without what a clock says."""
     summary = json.loads((folder / SUMMARY).read_text())
     for part in (summary, *summary["baselines"].values()):
         for name in CLOCKED:
@@ -94,7 +94,7 @@ def beside(monkeypatch):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The content of a run without workers."""
+    """Return the content of a run without workers."""
     folder = tmp_path_factory.mktemp("alone") / "run"
     seeds = grown(folder)["seeds"]
     assert seeds["fossilized"] > 0

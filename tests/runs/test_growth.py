@@ -1,4 +1,4 @@
-"""Growing one network in a loop of one's own: what stays as it was, what comes back, and what is refused."""
+"""Test the growth of one network in a loop of one's own: what stays as it was, what comes back, and what is refused."""
 
 import copy
 import functools
@@ -58,7 +58,7 @@ def data(key, examples=12, dtype=torch.float32):
 
 
 class Loop(NamedTuple):
-    """A training loop of somebody's own."""
+    """Holds a training loop of somebody's own."""
 
     model: Any
     optimizer: torch.optim.Optimizer
@@ -67,7 +67,7 @@ class Loop(NamedTuple):
     growth: Growth | None
 
     def run(self, first, last, *, batch=False, clip=0.5, accumulate=1):
-        """Steps of the optimizer, whose draws are keyed by their number."""
+        """Do steps of the optimizer, whose draws are keyed by their number."""
         grown = []
         for step in range(first, last):
             self.model.train()
@@ -88,7 +88,7 @@ class Loop(NamedTuple):
 
 
 def loop(script=None, *, grown=True, averaged=False, scheduled=True, ema=None, **options):
-    """A loop with a script as its controller."""
+    """Make a loop with a script as its controller."""
     model = host()
     if grown:
         graft(model, SITES)
@@ -302,7 +302,7 @@ def test_a_training_resumed_in_any_stage_is_the_one_that_was_never_stopped(stop,
 
 
 class Warm(nn.Module):
-    """A moving average of somebody's own: its decay rises with a number, and it remembers its last decay in a tensor."""
+    """Averages with a decay that rises with a number, and remembers its last decay in a tensor, as a class of somebody's own."""
 
     def __init__(self, model):
         super().__init__()
@@ -448,7 +448,7 @@ def test_a_moving_average_gets_every_seed_and_loses_it_with_the_network():
 
 @pytest.mark.parametrize("grown", [False, True])
 def test_a_scaler_scales_what_it_did(grown):
-    """In float16 with a loss scale; an incubating seed learns by unscaled gradients."""
+    """Check in float16 with a loss scale; an incubating seed learns by unscaled gradients."""
     models, changes = [], []
     for scaled in (False, True):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, enabled=scaled)

@@ -1,4 +1,4 @@
-"""What is plainly missing is planted at step 0, kept seeds become units, and a seed is judged beside a network without it."""
+"""Check that what is plainly missing is planted at step 0, becomes units, and is judged beside a network without it."""
 
 import copy
 import re
@@ -48,7 +48,7 @@ def grow(model, optimizer, settings=DIRECT, **options):
 
 
 def growing(*, ema=False, settings=DIRECT, **options):
-    """A network with a narrow first layer, its optimizer, the growth, and a moving average if asked for."""
+    """Make a network with a narrow first layer, its optimizer, the growth, and a moving average if asked for."""
     model = host()
     esper.graft(model, ["2"], example=data(slice(600, 900))[0])
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if ema else None

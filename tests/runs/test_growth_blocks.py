@@ -28,7 +28,7 @@ LARGE = {"budget": 1e3, "budget_passes": None, "every": 1}
 
 
 class Encoder(nn.Module):
-    """An nn.TransformerEncoder whose norms stand in front of the layers."""
+    """Runs an nn.TransformerEncoder whose norms stand in front of the layers."""
 
     def __init__(self, norm_first=True):
         super().__init__()
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
 
 class Residual(nn.Module):
-    """A residual network over vectors, which says how many blocks it has."""
+    """Runs residual blocks over vectors, and says how many it has."""
 
     def __init__(self, blocks=3, dropout=0.0):
         super().__init__()
@@ -74,7 +74,7 @@ SIMPLE = Host(Residual, lambda: vectors(0), F.cross_entropy)
 
 
 def planting(*sites, **options):
-    """A growth that plants a block behind each of these blocks of a residual network, keeps them, and plants nothing else."""
+    """Make a growth that plants a block behind each of these blocks of a residual network and keeps them, and nothing else."""
     with drawn_with(0):
         model = options.pop("model", None) or Residual(**options.pop("sizes", {})).double()
     at = options.pop("at", {})

@@ -1,4 +1,4 @@
-"""Networks that are compiled and grow: how often they are compiled, and that they compute what they do without."""
+"""Test networks that are compiled and grow: how often they are compiled, and that they compute what they do without."""
 
 import copy
 import shutil
@@ -61,7 +61,7 @@ def data(key):
 
 
 class Run:
-    """A loop whose network grows by a script, what it measured and how often it was compiled."""
+    """Grows a network by a script, and notes what was measured and how often it was compiled."""
 
     def __init__(
         self, mode, backend=None, *, script=None, shadow=False, averaged=False, every=EVERY, before=False, **lifecycle

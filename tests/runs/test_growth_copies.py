@@ -26,7 +26,7 @@ WIDTH = 8
 
 
 class Heads(nn.Module):
-    """Causal attention by layers of their own, or by one for query, key and value, with keys that several heads may share."""
+    """Attends causally, with a layer each for query, key and value or one for all, and keys that several heads may share."""
 
     def __init__(self, number=4, shared=4, size=2, *, fused=False, by_head=False):
         super().__init__()
@@ -89,7 +89,7 @@ class Decoder(nn.Module):
 
 
 class Channels(nn.Module):
-    """Residual blocks over maps, with a norm by channel within."""
+    """Runs residual blocks over maps, with a norm by channel within."""
 
     def __init__(self):
         super().__init__()
@@ -134,7 +134,7 @@ def test_narrow_copies_live_through_a_whole_growth_and_become_part_of_their_subm
 
 
 def planting(*sites, model=None, chosen=None, **options):
-    """A growth that plants a narrow copy at each of these sites of a decoder, keeps it, and plants nothing else."""
+    """Make a growth that plants a narrow copy at each of these sites of a decoder, keeps it, and plants nothing else."""
     if model is None:
         with drawn_with(0):
             model = Decoder()
@@ -297,7 +297,7 @@ class Product(nn.Module):
 
 
 def growing_at_once():
-    """A growth by a rule whose kept copies become units while the network trains."""
+    """Make a growth by a rule whose kept copies become units while the network trains."""
     with drawn_with(0):
         model, target = nn.Sequential(nn.Linear(6, 6), Product(), nn.Tanh(), nn.Linear(3, 3)), Product()
     growth = Growth(
@@ -345,7 +345,7 @@ def test_a_kept_copy_becomes_units_while_the_network_trains_and_its_place_grows_
 
 
 class Nested(nn.Module):
-    """A module around one with the same units, of which one layer is known by two names."""
+    """Wraps a module with the same units, of which one layer is known by two names."""
 
     def __init__(self):
         super().__init__()

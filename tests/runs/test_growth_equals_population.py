@@ -1,4 +1,4 @@
-"""One host that grows in a loop of one's own, and the same host in a population: the same decisions, weights and measurements."""
+"""Check that a host that grows in a loop of one's own has the decisions, weights and measurements it has in a population."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Growth in a loop of one's own says why nothing was planted, and why a seed was not kept."""
+"""Check that growth in a loop of one's own says why nothing was planted, and why a seed was not kept."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Hosts that are frozen while a network grows: what stays bit for bit, what trains, and what is refused."""
+"""Test hosts that are frozen while a network grows: what stays bit for bit, what trains, and what is refused."""
 
 import copy
 import math
@@ -32,7 +32,7 @@ LIFE = {  # nothing for a while, then a seed that is kept, one that is removed, 
 
 
 class Decoder(nn.Module):
-    """A language model in small: next token at each position."""
+    """Predicts the next token at each position, as a small language model."""
 
     def __init__(self):
         super().__init__()
@@ -77,7 +77,7 @@ def images(key):
 
 
 def grown(model, data, loss, blueprints, *, steps=28, script=LIFE, **options):
-    """A training loop over a model that grows, under an optimizer that holds all of it and decays its weights."""
+    """Train a model that grows, under an optimizer that holds all of it and decays its weights."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
     settings = {"gates": GATES, "blueprints": blueprints, "lifecycle": {"embargo": 1}}
     growth = Growth(
@@ -201,7 +201,7 @@ def test_a_freeze_that_cannot_be_is_refused(freeze, said):
 
 
 def test_j_of_a_language_model_is_in_the_unit_of_its_loss():
-    """Bits per token, as one number for a batch or as one for each position."""
+    """Check bits per token, as one number for a batch or as one for each position."""
 
     def bits(output, target):
         return next_token(output, target) / math.log(2)

@@ -1,4 +1,4 @@
-"""Hidden units of a seed have the function between the two layers that they span, and become units of these."""
+"""Check that hidden units of a seed have the function between the two layers that they span, and become units of these."""
 
 import copy
 from functools import partial
@@ -36,7 +36,7 @@ class Pair(nn.Module):
 
 
 class Gelu(nn.Module):
-    """The GELU of GPT-2, written out."""
+    """Computes the GELU of GPT-2, written out."""
 
     def forward(self, x):
         return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
@@ -70,7 +70,7 @@ MODULES = {
 
 
 def grown(model, site, x, y, loss=F.cross_entropy, blueprint="bypass-mlp"):
-    """A model in float64 with a kept seed at a site, and its growth before `finish`. The birth changed no bit of the outputs."""
+    """Grow a float64 model, with a seed that is kept at a site, up to `finish`. The birth changed no bit of the outputs."""
     model = model.double()
     plain = copy.deepcopy(model).eval()
     graft(model, {"pair": site})
@@ -99,7 +99,7 @@ def grown(model, site, x, y, loss=F.cross_entropy, blueprint="bypass-mlp"):
 
 
 def function_of(model):
-    """The function of the hidden units of the seed."""
+    """Return the function of the hidden units of the seed."""
     seed = planted_at(model, "pair")
     units = next(part for part in seed.modules() if hasattr(part, "function"))
     assert units.function == seed.recipe.function
@@ -107,7 +107,7 @@ def function_of(model):
 
 
 def assert_folds_into(model, growth, x, ordinary):
-    """The finished network computes the sum of host and seed, and one that is built with its widths takes its state_dict."""
+    """Check that the finished network computes host and seed, and that an ordinary one with its widths takes its state_dict."""
     with torch.no_grad():
         before = model(x)
         network = growth.finish()
@@ -191,7 +191,7 @@ def test_channels_between_two_convolutions_have_their_function_and_become_channe
 
 
 def normed(channels, norm_first):
-    """Convolutions with a BatchNorm between, in front of their function or behind it, that ran for some steps."""
+    """Build convolutions with a BatchNorm between, in front of their function or behind it, that ran for some steps."""
     with drawn_with(0):
         between = [nn.BatchNorm2d(channels), nn.SiLU()]
         model = cnn(nn.Sequential(*(between if norm_first else reversed(between))), channels)

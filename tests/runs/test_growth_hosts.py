@@ -1,4 +1,4 @@
-"""Networks of many kinds live through a whole growth: sites found, seeds born, blended, kept, finished, exported."""
+"""Let networks of many kinds live through a whole growth: sites found, seeds born, blended, kept, finished, exported."""
 
 import copy
 import re
@@ -39,7 +39,7 @@ class DecoderBlock(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Next tokens, the head tied to the embedding."""
+    """Predicts next tokens, the head tied to the embedding."""
 
     def __init__(self, checkpointed=False):
         super().__init__()
@@ -82,7 +82,7 @@ class Recurrent(nn.Module):
 
 
 class ConvBlock(nn.Module):
-    """A residual block with everything in place."""
+    """Adds a residual branch with everything in place."""
 
     def __init__(self):
         super().__init__()
@@ -124,7 +124,7 @@ class UNet(nn.Module):
 
 
 class Shared(nn.Module):
-    """One block that runs three times."""
+    """Runs one block three times."""
 
     def __init__(self):
         super().__init__()
@@ -139,7 +139,7 @@ class Shared(nn.Module):
 
 
 class Translator(nn.Module):
-    """An nn.Transformer whose decoder looks at no later token."""
+    """Runs an nn.Transformer whose decoder looks at no later token."""
 
     def __init__(self):
         super().__init__()
@@ -153,7 +153,7 @@ class Translator(nn.Module):
 
 
 class Gather(nn.Module):
-    """A block that takes and returns a mapping, with the stream in a tuple of its own."""
+    """Takes and returns a mapping, with the stream in a tuple of its own."""
 
     def __init__(self):
         super().__init__()
@@ -165,7 +165,7 @@ class Gather(nn.Module):
 
 
 class Mappings(nn.Module):
-    """Mappings flow from block to block, and a mapping comes out."""
+    """Passes mappings from block to block, and returns a mapping."""
 
     def __init__(self):
         super().__init__()
@@ -180,7 +180,7 @@ class Mappings(nn.Module):
 
 
 class UNet1d(nn.Module):
-    """Two levels over a signal (B, C, L), with a value for each position."""
+    """Predicts a value for each position of a signal (B, C, L), on two levels."""
 
     def __init__(self):
         super().__init__()
@@ -204,7 +204,7 @@ class UNet1d(nn.Module):
 
 
 class TemporalBlock(nn.Module):
-    """Two dilated convolutions that see no later position, on a path around them."""
+    """Adds a path of two dilated convolutions that see no later position."""
 
     def __init__(self, dilation):
         super().__init__()
@@ -217,7 +217,7 @@ class TemporalBlock(nn.Module):
 
 
 class TCN(nn.Module):
-    """Next tokens, by convolutions alone."""
+    """Predicts next tokens, by convolutions alone."""
 
     def __init__(self):
         super().__init__()
@@ -248,7 +248,7 @@ class VolumeNet(nn.Module):
 
 
 class MixerBlock(nn.Module):
-    """A depthwise convolution on channels in front, and a hidden layer on channels last: (B, H, W, C) -> (B, H, W, C)."""
+    """Mixes by a depthwise convolution on channels first and a hidden layer on channels last: (B, H, W, C) -> (B, H, W, C)."""
 
     def __init__(self):
         super().__init__()
@@ -271,7 +271,7 @@ class ChannelsLast(nn.Module):
 
 
 class PositionsFirst(nn.Module):
-    """A transformer with batch_first=False inside, which looks at no later token."""
+    """Runs a transformer with batch_first=False inside, which looks at no later token."""
 
     def __init__(self):
         super().__init__()
@@ -377,7 +377,7 @@ def test_blocks_that_run_again_live_through_a_whole_growth(name):
 
 
 def repeating(**options):
-    """A growth of a decoder that plants 'repeat' at its first block, and nothing else."""
+    """Make a growth of a decoder that plants 'repeat' at its first block, and nothing else."""
     with drawn_with(0):
         model, probe = Decoder(), [tokens(), tokens()]
     chosen = {"slot": "blocks.0", "blueprint": "repeat", "tempo": 1, "target": 1.0, "keep": True}

@@ -1,4 +1,4 @@
-"""Growth beside torch.distributed.checkpoint, whose state dicts name parameters and groups as the model does."""
+"""Test growth beside torch.distributed.checkpoint, whose state dicts name parameters and groups as the model does."""
 
 import copy
 
@@ -19,7 +19,7 @@ EVERY, STEPS = 2, 20
 
 
 def training():
-    """A model with two rates, and its growth."""
+    """Make a model with two rates, and its growth."""
     with drawn_with(0):
         model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
         probe = torch.randn(12, 4), torch.arange(12) % 3

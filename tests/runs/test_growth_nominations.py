@@ -1,4 +1,4 @@
-"""The default controller plants behind the narrow place of a network, and nothing more where nothing else is missing."""
+"""Check that the default controller plants behind a network's narrow place, and no more where nothing else is missing."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""The optimizer of a loop of one's own while a network grows: its groups, its hooks, its direction and its steps."""
+"""Test the optimizer of a loop of one's own while a network grows: its groups, its hooks, its direction and its steps."""
 
 import copy
 import warnings
@@ -24,7 +24,7 @@ INCUBATE = {(0, 0): (Op.GERMINATE, 0, 0, 0, 1, 3)}
 
 
 class Normalised(nn.Module):
-    """Embeds tokens, whose table is not decayed, and has its only site behind a norm."""
+    """Reads tokens by a table that is not decayed, and has its only site behind a norm."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ def data(key, examples=12):
 
 
 def grow(optimizer, model, script=None, **options):
-    """Growth of a host at its first layer, by a script that has a seed incubate where none is given."""
+    """Make a growth of a host at its first layer, by a script that has a seed incubate where none is given."""
     settings = {**SETTINGS, "blueprints": ["bypass-mlp-small"]}
     usual = {"probe": [data(1), data(2)], "loss": F.cross_entropy, "every": 2, "budget": 9.0, "settings": settings}
     return Growth(model, optimizer, controller=Script(INCUBATE if script is None else script), **{**usual, **options})
@@ -76,7 +76,7 @@ def test_the_matrices_of_a_seed_are_decayed_as_matrices_and_its_biases_as_biases
 
 
 def train(model, optimizer, growth, first, last, *, batch=False, sign=1.0):
-    """Steps of a loop, whose batches are keyed by their number."""
+    """Do steps of a loop, whose batches are keyed by their number."""
     for step in range(first, last):
         x, y = data(100 + step)
         (sign * F.cross_entropy(model(x), y)).backward()

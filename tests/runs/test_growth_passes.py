@@ -1,4 +1,4 @@
-"""Backward passes that a loop of one's own throws away: a host with an incubating seed takes no notice, nor does the seed."""
+"""Check that backward passes that a loop throws away leave a host with an incubating seed, and the seed, as they were."""
 
 import copy
 
@@ -28,7 +28,7 @@ def data(key, examples=12):
 
 
 class Loop:
-    """A host with a seed that incubates, or without one, and the pieces that loops are made of."""
+    """Holds a host with a seed that incubates, or without one, and the pieces that loops are made of."""
 
     def __init__(self, *, grown, freeze="none", fused=False, scaled=False, unused=False):
         with drawn_with(0):
@@ -54,7 +54,7 @@ class Loop:
         (self.scaler.scale(F.cross_entropy(self.model(x), y)) * factor).backward()
 
     def step(self, *batch):
-        """What a loop does at the end of an iteration, whether the scaler leaves the step out or not."""
+        """Do what a loop does at the end of an iteration, whether the scaler leaves the step out or not."""
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.growth is not None:
@@ -66,7 +66,7 @@ class Loop:
 
 
 def skip(loop, key, thrown):
-    """Throws a batch away whose loss is not finite."""
+    """Skip a batch whose loss is not finite."""
     if thrown:
         loop.backward(key + 50, torch.nan)
         loop.optimizer.zero_grad()
@@ -75,7 +75,7 @@ def skip(loop, key, thrown):
 
 
 def accumulate(loop, key, thrown):
-    """Throws away what it has accumulated, which is finite."""
+    """Drop accumulated gradients, which are finite."""
     for part in range(2 if thrown else 0):
         loop.backward(key + 50 + part, 40.0)
     if thrown:
@@ -86,7 +86,7 @@ def accumulate(loop, key, thrown):
 
 
 def scale(loop, key, thrown):
-    """Leaves it to a GradScaler to skip a step whose gradients overflow."""
+    """Let a GradScaler skip a step whose gradients overflow."""
     if thrown:
         loop.backward(key + 50, 40.0)
         loop.model[4].bias.grad.fill_(torch.inf)  # the gradients of the seed are finite
@@ -96,7 +96,7 @@ def scale(loop, key, thrown):
 
 
 def twice(loop, key, thrown):
-    """Calls backward once to look at the gradients, and once more, with another weight, to step by them."""
+    """Call backward once to look at the gradients, and once more, with another weight, to step by them."""
     x, y = data(key)
     loss = F.cross_entropy(loop.model(x), y)
     if thrown:
@@ -107,7 +107,7 @@ def twice(loop, key, thrown):
 
 
 def run(iteration, *, thrown=(2, 3, 6), **options):
-    """Some iterations of a loop, in a few of which passes are thrown away."""
+    """Run some iterations of a loop, in a few of which passes are thrown away."""
     loop = Loop(**{"grown": True, **options})
     for step in range(STEPS):
         iteration(loop, 100 + step, step in thrown)
@@ -161,7 +161,7 @@ def test_a_pass_is_thrown_away_in_any_of_many_ways(way, freeze):
         loop.step()
 
     def fallen_through(loop, key, thrown):
-        """The loop clears the gradients of a bad batch and steps nevertheless."""
+        """Drop the gradients of a bad batch, and step nevertheless."""
         loop.backward(key, torch.nan if thrown else 1.0)
         if thrown:
             WAYS[way](loop)

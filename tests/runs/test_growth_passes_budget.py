@@ -1,4 +1,4 @@
-"""What growing may take of the passes of a run: where its share is reached, nothing is planted and nothing incubates."""
+"""Check that where growing reaches its share of the passes of a run, nothing is planted and nothing incubates."""
 
 import pytest
 import torch
@@ -17,13 +17,13 @@ PLANTED = {(0, 0): (Op.GERMINATE, 0, 1, 0, 1, 3)}
 
 
 def growth(script=PLANTED, settings=None, **options):
-    """A growth of a network with two sites."""
+    """Make a growth of a network with two sites."""
     usual = {"every": EVERY, "budget": 9.0, "controller": Script(script), "settings": {**SETTINGS, **(settings or {})}}
     return growth_at_two_sites(PROBE, **{**usual, **options})
 
 
 def train(growing, steps, *, batch=True):
-    """Steps of the loop; returns for each whether a decision was made."""
+    """Train for some steps; returns for each whether a decision was made."""
     return train_two_classes(growing, steps, BATCH, batch=batch)
 
 
@@ -36,7 +36,7 @@ def seed_of(growing):
 
 
 def test_passes_are_counted_by_examples():
-    """Of eight steps: the probe three times, from the second on with the seed at dose 1 too; the seed's own in the last four."""
+    """Check eight steps: the probe three times, from the second on with the seed at dose 1 too; the seed's own in the last 4."""
     growing = growth(budget_passes=None)
     train(growing, 2 * EVERY)
     assert growing.passes == {"loop": 3 * 2 * EVERY * BATCH, "growth": PROBE + 2 * 2 * PROBE + 2 * EVERY * BATCH}

@@ -1,4 +1,4 @@
-"""Growth where the passes of a loop differ: blocks that are recomputed in a checkpoint, left out of some passes, or run twice."""
+"""Test growth where the passes of a loop differ: blocks that are recomputed in a checkpoint, left out of some, or run twice."""
 
 import copy
 
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """reentrant: how the blocks are checkpointed, None for not at all. path: the blocks that run, in order."""
+    """Runs the blocks that `path` names, in order; `reentrant` says how they are checkpointed, None for not at all."""
 
     def __init__(self, reentrant=None):
         super().__init__()
@@ -67,7 +67,7 @@ def step(model, optimizer, number, path=(0, 1)):
 
 
 def growing(model, blueprints=("mlp-small", "bypass-mlp"), *, keep=True):
-    """A network in whose two sites seeds are planted at once, with its optimizer."""
+    """Plant seeds at once in the two sites of a network; return its optimizer and its growth."""
     entries = [
         ScheduleEntry(at=0, op=Op.GERMINATE, slot=slot, blueprint=blueprint, tempo=2, target=1.0, keep=keep)
         for slot, blueprint in zip(SITES, blueprints, strict=True)

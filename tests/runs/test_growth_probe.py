@@ -1,4 +1,4 @@
-"""How much of the probe is measured with a seed acting otherwise: as many batches as decide."""
+"""Test how much of the probe is measured with a seed acting otherwise: as many batches as decide."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ BATCHES, SIZE = 8, LOOK // 2
 
 
 def growing(size=SIZE):
-    """A growth with a seed that incubates at the first site, whose probe has eight batches."""
+    """Make a growth with a seed that incubates at the first site, whose probe has eight batches."""
     x, y = two_class_data(1, size * BATCHES)
     return growth_at_two_sites(
         list(zip(x.split(size), y.split(size), strict=True)), budget=9.0, every=4,
@@ -22,7 +22,7 @@ def growing(size=SIZE):
 
 
 def measured(growth, value, limits):
-    """The rise of the loss with the seed at dose 1, whose last bias has this value, and the examples that were measured."""
+    """Measure the rise of the loss with the seed at dose 1, whose last bias has this value, and count the examples measured."""
     population = growth.population
     seed = population.at(population.sites[0].name)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A network that grows under DistributedDataParallel, in two and three processes over gloo."""
+"""Test a network that grows under DistributedDataParallel, in two and three processes over gloo."""
 
 import functools
 
@@ -22,19 +22,19 @@ COMPARABLE = ["plain", "shadow", "parts", "spoilt", "thrown"]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """A function from the number of processes to what each of them found."""
+    """Return a function from the number of processes to what each of them found."""
     folder = tmp_path_factory.mktemp("ranks")
     return functools.cache(lambda size: ranks.finished(ranks.start(size, folder, SEVERAL[size]), size, folder))
 
 
 @pytest.fixture(scope="module")
 def alone():
-    """What one process finds on all the data."""
+    """Train in one process on all the data, and return what it finds."""
     return {name: ranks.train(name) for name in COMPARABLE}
 
 
 def learned(found, key):
-    """The tensors of a network without running statistics, of which each process has those of its last batch."""
+    """Return the tensors of a network without running statistics, of which each process has those of its last batch."""
     return {name: value for name, value in found[key].items() if "running" not in name}
 
 

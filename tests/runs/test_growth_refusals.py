@@ -1,4 +1,4 @@
-"""What `esper.Growth` and `esper.graft` refuse: each in one sentence that names what was given and what mends it."""
+"""Check what `esper.Growth` and `esper.graft` refuse: each in one sentence that names what was given and what mends it."""
 
 import copy
 import inspect
@@ -171,7 +171,7 @@ def test_a_probe_that_changes_while_a_network_grows_is_refused():
 
 
 class Branches(nn.Module):
-    """Never calls one of its submodules, and another in training alone."""
+    """Leaves out one of its submodules always, and another in evaluation."""
 
     def __init__(self):
         super().__init__()
@@ -234,7 +234,7 @@ def test_a_network_whose_streams_hold_no_seed_says_which_form_is_accepted():
 
 
 def of(path, stream=None):
-    """Sites with the one behind a submodule."""
+    """Make sites with the one behind a submodule."""
     return {"a": Site("a", path, path, Vector(WIDTH) if stream is None else stream)}
 
 

@@ -1,4 +1,4 @@
-"""Seats under DistributedDataParallel, which averages their gradients itself: two processes over gloo."""
+"""Test seats under DistributedDataParallel, which averages their gradients itself: two processes over gloo."""
 
 import subprocess
 import sys
@@ -63,7 +63,7 @@ PROGRAM = textwrap.dedent(
 
 
 def grow(folder, size):
-    """The grown network of every process."""
+    """Grow in some processes, and return the network of each."""
     command = [sys.executable, "-c", PROGRAM]
     running = [
         subprocess.Popen([*command, str(rank), str(size), str(folder)], stderr=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""What growing may take of the seconds of a run, beside what it may take of its passes."""
+"""Test what growing may take of the seconds of a run, beside what it may take of its passes."""
 
 import time
 
@@ -22,7 +22,7 @@ SETTINGS = {
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that stands still but where it is moved: [seconds]."""
+    """Set a clock that stands still but where it is moved: [seconds]."""
     monkeypatch.setattr(time, "perf_counter", lambda: NOW[0])
     return NOW
 
@@ -33,7 +33,7 @@ def loss(output, target):
 
 
 def growth(clock, **options):
-    """A growth whose loss takes two seconds, with a seed that incubates from the first decision on."""
+    """Make a growth whose loss takes two seconds, with a seed that incubates from the first decision on."""
     usual = {
         "every": EVERY,
         "budget": 9.0,
@@ -46,7 +46,7 @@ def growth(clock, **options):
 
 
 def train(growing, clock, steps):
-    """Steps of the loop, each of ten seconds; returns after which seeds rested."""
+    """Train for some steps of ten seconds each; returns after which of them seeds rested."""
     rests = []
     for _ in range(steps):
         clock[0] += STEP
@@ -56,7 +56,7 @@ def train(growing, clock, steps):
 
 
 def share(growing):
-    """Of growing in the seconds of its run."""
+    """Return the share of the seconds of its run that growing took."""
     calls, growing_seconds, rest = growing._spent()
     assert rest == pytest.approx(STEP * calls)
     return growing_seconds / (growing_seconds + rest)

@@ -1,4 +1,4 @@
-"""A network that grows under FSDP's fully_shard, in two processes over gloo."""
+"""Test a network that grows under FSDP's fully_shard, in two processes over gloo."""
 
 import re
 import subprocess
@@ -23,7 +23,7 @@ EACH = [pytest.param(name, marks=[] if name in CORE else pytest.mark.slow) for n
 
 
 def program():
-    """The program of the page on sharding."""
+    """Return the program of the page on sharding."""
     (found,) = re.findall(r'^```python title="train.py"\n(.*?)^```', PAGE.read_text(), re.DOTALL | re.MULTILINE)
     return found
 
@@ -35,13 +35,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def core(folder):
-    """What each of two processes found in the cases of `CORE`."""
+    """Return what each of two processes found in the cases of `CORE`."""
     return ranks.finished(ranks.start(2, folder, [*CORE, "refusals"], "SHARDED"), 2, folder)
 
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory):
-    """What each of two processes found in the other cases."""
+    """Return what each of two processes found in the other cases."""
     made = tmp_path_factory.mktemp("others")
     # `half` is compared with "after"
     names = ["after", *(name for name in ranks.SHARDED if name not in CORE)]
@@ -50,7 +50,7 @@ def others(tmp_path_factory):
 
 @pytest.fixture
 def found(request):
-    """What each of two processes found in the case that a test names, or in the core."""
+    """Return what each of two processes found in the case that a test names, or in the core."""
     name = request.node.callspec.params["name"] if hasattr(request.node, "callspec") else CORE[0]
     return request.getfixturevalue("core") if name in CORE else request.getfixturevalue("others")
 

@@ -1,4 +1,4 @@
-"""The state of a growth goes on in one that is made alike, and every other is refused before anything changes."""
+"""Check that the state of a growth goes on in one that is made alike, and that every other is refused before anything changes."""
 
 import copy
 import functools
@@ -43,7 +43,7 @@ def data(key, examples=8):
 
 
 def growth(width=WIDTH, groups=1, optimizer=torch.optim.AdamW, averaged=True, settings=None, **options):
-    """A growth, its network with three sites, and the rest of its loop."""
+    """Make a growth, its network with three sites, and the rest of its loop."""
     with drawn_with(0):
         model = nn.Sequential(nn.Linear(3, width), nn.ReLU(), nn.Linear(width, width), nn.Linear(width, width))
     graft(model, {name: Site(name, name, name, Vector(width)) for name in ("0", "2", "3")})
@@ -70,7 +70,7 @@ def train(grown, steps):
 
 @pytest.fixture(scope="module")
 def saved():
-    """The state of a growth with a seed in each stage."""
+    """Return the state of a growth with a seed in each stage."""
     grown = growth()
     train(grown, EVERY * 10)
     assert stages(grown[0]) == ["FOSSILIZED", "HOLDING", "TRAINING"]
@@ -82,7 +82,7 @@ def scaled(factor):
 
 
 class Patient(Script):
-    """A controller with a setting and a memory."""
+    """Plays a script as a controller with a setting and a memory."""
 
     def __init__(self, patience=3):
         super().__init__(LIFE)
@@ -252,7 +252,7 @@ def test_a_state_stays_as_large_as_it_is_however_many_seeds_come_and_go(monkeypa
 
 
 def entries(tree):
-    """Every place of a tree: the container, and the key of an entry."""
+    """Iterate over every place of a tree: the container, and the key of an entry."""
     for key in list(tree) if isinstance(tree, dict) else range(len(tree)):
         yield tree, key
         if isinstance(tree[key], dict | list):
@@ -260,7 +260,7 @@ def entries(tree):
 
 
 def unlike(value, turn):
-    """Another value than a state holds there: a tensor cut short, or something of another type."""
+    """Return another value than a state holds there: a tensor cut short, or something of another type."""
     if isinstance(value, torch.Tensor) and value.dim() and len(value) and turn % 2:
         return value[1:]
     return next(each for each in ([], {}, "x", -1.5, None)[turn % 5 :] + ([],) if type(each) is not type(value))

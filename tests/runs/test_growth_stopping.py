@@ -1,4 +1,4 @@
-"""Growth stops measuring where nothing can happen any more, and says so; what it has kept, and its bits, stay as they were."""
+"""Check that growth stops measuring where nothing can happen any more, and says so; what it kept, and its bits, stay."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ SPENT = {"budget": COST / HOST}
 
 
 def growth(script=ONE, *, budget=9.0, settings=None, **options):
-    """A growth of a network with two sites."""
+    """Make a growth of a network with two sites."""
     usual = {
         "every": EVERY,
         "controller": Script(script),
@@ -27,7 +27,7 @@ def growth(script=ONE, *, budget=9.0, settings=None, **options):
 
 
 def train(growing, steps):
-    """Steps of the optimizer; returns for each whether a decision was made."""
+    """Train for some steps; returns for each whether a decision was made."""
     return train_two_classes(growing, steps, 40, batch=False)
 
 
@@ -55,7 +55,7 @@ def test_growth_stops_where_nothing_can_happen_and_says_since_when_and_why(optio
 
 
 def test_a_growth_that_stopped_is_bit_for_bit_one_that_went_on_measuring():
-    """The second one has room for a further seed, which its script does not plant."""
+    """Check against a growth that has room for a further seed, which its script does not plant."""
     stopped, went_on = growth(**SPENT), growth()
     assert not any(train(stopped, 30)[10:])
     assert sum(train(went_on, 30)) == 15
@@ -67,7 +67,7 @@ def test_a_growth_that_stopped_is_bit_for_bit_one_that_went_on_measuring():
 
 
 def test_the_heuristic_stops_where_its_own_choice_no_longer_fits_though_a_smaller_seed_would():
-    """Its blueprint has 214 parameters and the smallest 42, of which a script may still plant one."""
+    """Check a blueprint of 214 parameters where the smallest has 42, of which a script may still plant one."""
     options = {"budget": (COST + 43) / HOST, "settings": {"heuristic": {"keep_above": -1e9}}}
     growing = growth(controller="heuristic", **options)
     train(growing, 30)

@@ -1,4 +1,4 @@
-"""A seed that is further units of a pair of layers becomes part of them, and the network is an ordinary one of other widths."""
+"""Check that a seed that is further units of a pair of layers becomes part of them, in an ordinary network of other widths."""
 
 import copy
 
@@ -36,7 +36,7 @@ def data(key):
 
 
 def grown(model, mode="live", freeze="none"):
-    """A network with a kept seed around its first two layers, before `finish`, and what trains it."""
+    """Grow a network with a kept seed around its first two layers, before `finish`, and return it with what trains it."""
     last = next(str(number) for number, part in enumerate(model) if number and isinstance(part, nn.Linear))
     graft(model, {"pair": Site("pair", last, "0", Vector(6))})
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))

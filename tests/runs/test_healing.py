@@ -1,4 +1,4 @@
-"""`esper.heal`: places, data, the comparison, what is written, and input that cannot be healed."""
+"""Test `esper.heal`: places, data, the comparison, what is written, and input that cannot be healed."""
 
 import copy
 import io
@@ -93,7 +93,7 @@ REMEDIES = [
 
 @pytest.fixture(scope="module")
 def healed():
-    """The intact network, the damaged one, and what healing gave."""
+    """Heal a damaged network; return the intact one, the damaged one, and what healing gave."""
     intact = build()
     x, y = examples(600)
     optimizer = torch.optim.Adam(intact.parameters(), lr=1e-2)
@@ -217,7 +217,7 @@ class Small(nn.Module):
 
 @pytest.fixture
 def small():
-    """A case of a small network."""
+    """Make a case of a small network."""
     with drawn_with(0):
         host, x = Small().eval(), torch.randn(120, 6)
     return Case(host, {}, split(examples_of((x, x[:, :3].argmax(1))), 0), usual_loss, 20, 16, 0)
@@ -499,7 +499,7 @@ def test_distillation_leaves_a_network_that_is_intact_as_it_is_and_needs_layers_
 
 
 class Renamed(nn.Module):
-    """A network with the streams of another, and other layers."""
+    """Gives the streams of another network from other layers."""
 
     def __init__(self, network):
         super().__init__()
@@ -659,7 +659,7 @@ def test_a_network_of_integers_is_refused_by_name():
 
 @pytest.fixture(scope="module")
 def exported():
-    """The content of a file of torch.export."""
+    """Return the content of a file of torch.export."""
     batch, file = {0: torch.export.Dim("batch", min=1)}, io.BytesIO()
     torch.export.save(torch.export.export(build(), (X[:4],), dynamic_shapes=(batch,)), file)
     return file.getvalue()
@@ -667,7 +667,7 @@ def exported():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch, exported):
-    """A folder with an exported network, its code and its data."""
+    """Make a folder with an exported network, its code and its data."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "network.pt2").write_bytes(exported)
     np.savez("data.npz", x=X.numpy(), y=Y.numpy())
@@ -678,7 +678,7 @@ def folder(tmp_path, monkeypatch, exported):
 
 
 def code_of(*arguments):
-    """The exit code of `esper` with these arguments."""
+    """Return the exit code of `esper` with these arguments."""
     with pytest.raises(SystemExit) as left:
         main([*map(str, arguments)])
     return left.value.code
@@ -748,7 +748,7 @@ def test_an_interrupt_ends_the_command_with_a_sentence_and_code_130(folder, caps
 
 @pytest.fixture
 def ready(folder, healed, monkeypatch):
-    """The command whose trainings have been done already."""
+    """Return the command whose trainings have been done already."""
     monkeypatch.setattr("esper.runs.healing.heal.heal", lambda *arguments, **settings: healed[2])
     return ("heal", "network.pt2", "--data", "data.npz", "--out", "out")
 

@@ -1,4 +1,4 @@
-"""What a training keeps of its rounds."""
+"""Test what a training keeps of its rounds."""
 
 import json
 

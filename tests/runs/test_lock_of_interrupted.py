@@ -1,4 +1,4 @@
-"""A KeyboardInterrupt at every line that opens or closes a run folder: the lock is free afterwards."""
+"""Check that a lock is free after a KeyboardInterrupt at any line that opens or closes a run folder."""
 
 import fcntl
 import os
@@ -19,7 +19,7 @@ FILES = {lock_module.__file__, run_folder.__file__}
 
 
 class Interrupting:
-    """A trace that raises KeyboardInterrupt at the line number `at`, counted over all lines of the files that are watched."""
+    """Raises KeyboardInterrupt at the line number `at`, counted over all lines of the files that are watched."""
 
     def __init__(self, at):
         self.left, self.where = at, None
@@ -44,7 +44,7 @@ def open_and_close(folder):
 
 
 def is_free(folder):
-    """Whether another process would get the lock."""
+    """Return whether another process would get the lock."""
     if not (folder / "lock").exists():
         return True
     descriptor = os.open(folder / "lock", os.O_RDWR)
@@ -67,7 +67,7 @@ def test_a_lock_is_free_behind_a_keyboard_interrupt_at_any_line(tmp_path, there)
 
 
 def interrupted_at_every_line(folder, there):
-    """The lines at which an interrupt leaves the lock held, and how many there are."""
+    """Find the lines at which an interrupt leaves the lock held, and count how many lines there are."""
     held, at, done = [], 0, False
     while not done:
         shutil.rmtree(folder, ignore_errors=True)

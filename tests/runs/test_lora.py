@@ -1,4 +1,4 @@
-"""The layers and ranks of LoRA that a gradient and a budget choose."""
+"""Test the layers and ranks of LoRA that a gradient and a budget choose."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The versions and the data of a run that goes on, compared with those that it began with."""
+"""Compare the versions and the data of a run that goes on with those that it began with."""
 
 import json
 from dataclasses import replace
@@ -28,7 +28,7 @@ PPO = {"ppo": {"rounds": 1, "update_epochs": 1, "imitation_rounds": 0, "validate
 
 
 def other(task, name):
-    """The task with one number of a split changed."""
+    """Return the task with one number of a split changed."""
     x, y = getattr(task, name)
     changed = x.clone()
     changed[3, 2] += 1
@@ -86,7 +86,7 @@ def test_another_objective_and_other_classes_are_other_data(change, name):
 
 
 class Counting:
-    """A loss that counts its calls."""
+    """Counts its calls, as a loss."""
 
     calls = 0
 

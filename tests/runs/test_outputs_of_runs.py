@@ -1,4 +1,4 @@
-"""Outputs that a user gives to a run: they get every row, and an error of theirs does not stop it."""
+"""Check that outputs that a user gives to a run get every row, and that an error of theirs does not stop it."""
 
 import signal
 import threading

@@ -1,4 +1,4 @@
-"""Where a class is rare, a run also has figures in which every class counts alike: those of scikit-learn."""
+"""Check that where a class is rare, a run also has figures in which every class counts alike: those of scikit-learn."""
 
 import json
 
@@ -15,7 +15,7 @@ CLASSES = ["common", "usual", "[rare]"]
 
 
 def rows_of(counts, seed=0):
-    """Examples of each class in clouds that overlap."""
+    """Draw examples of each class in clouds that overlap."""
     y = np.repeat(np.arange(len(counts)), counts)
     x = np.random.default_rng(seed).normal(size=(len(y), 4)) + 1.5 * np.eye(4)[y]
     return x.astype(np.float32), [CLASSES[each] for each in y]

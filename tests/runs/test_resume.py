@@ -1,4 +1,4 @@
-"""A run that is left and taken up again comes to the numbers of the run that was not."""
+"""Check that a run that is left and taken up again comes to the numbers of the run that was not."""
 
 import json
 import os
@@ -52,14 +52,14 @@ SCHEDULE = """
 
 
 def timeless(value):
-    """Without what a clock has a part in, at any depth."""
+    """Leave out what a clock has a part in, at any depth."""
     if isinstance(value, dict):
         return {name: timeless(item) for name, item in value.items() if name not in TIMES and name != "time"}
     return [timeless(item) for item in value] if isinstance(value, list) else value
 
 
 def kept(folder, config):
-    """The last checkpoint of a run, taken apart: (tensors, the rest), without the clock's part."""
+    """Take apart the last checkpoint of a run: (tensors, the rest), without the clock's part."""
     notes = []
     found = Checkpoints(folder, config.checkpoint).read(notes.append)
     assert notes == []
@@ -68,14 +68,14 @@ def kept(folder, config):
 
 
 def json_free(tree):
-    """Without the seconds that an episode took until it was left, and the digest of the events, which hold times."""
+    """Leave out the seconds that an episode took until it was left, and the digest of the events, which hold times."""
     if isinstance(tree, dict):
         return {name: json_free(item) for name, item in tree.items() if name not in ("before", "deciding", "events")}
     return [json_free(item) for item in tree] if isinstance(tree, list) else tree
 
 
 def equal(one, other):
-    """Whether two checkpoints hold the same bits."""
+    """Return whether two checkpoints hold the same bits."""
     (mine, plain), (theirs, other_plain) = one, other
     assert plain == other_plain
     assert list(mine) == list(theirs)
@@ -180,7 +180,7 @@ def test_an_engine_goes_on_from_a_snapshot_at_every_stage_as_if_it_had_not_stopp
 
 
 class Drawing(nn.Module):
-    """A layer that draws without being one of torch's dropouts: what vmap cannot map runs in a loop, with keys."""
+    """Draws without being one of torch's dropouts: what vmap cannot map runs in a loop, with keys."""
 
     def __init__(self):
         super().__init__()
@@ -357,7 +357,7 @@ def test_of_a_run_that_was_interrupted_in_order_no_events_are_said_to_be_cut(tmp
 
 
 class Exporting(Progress):
-    """The process is gone as it begins to write the networks."""
+    """Ends the process as it begins to write the networks."""
 
     def note(self, text):
         if text.startswith("exporting"):
@@ -403,7 +403,7 @@ ROW = re.compile(rb'"seq":(\d+)')
 
 
 def damaged(data, how):
-    """events.jsonl as a fault leaves it."""
+    """Return the bytes of events.jsonl as a fault leaves it."""
     lines = data.splitlines(keepends=True)
     return {
         "emptied": b"",
@@ -427,7 +427,7 @@ EVERY_DAMAGE = [
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory):
-    """A run that was left after 4 of its steps, and the summary of the one that was not."""
+    """Leave a run after 4 of its steps, and return its folder with the summary of the one that was not left."""
     folder, config = tmp_path_factory.mktemp("left"), config_of()
     straight = grow(blobs(), config, get_controller("random-valid", config), folder / "straight")
     with pytest.raises(Left):
@@ -547,7 +547,7 @@ class Payer:
 
 
 def trained(folder, *lefts, **over):
-    """A training that is left when it pays its steps of these numbers, each counted from where it went on."""
+    """Train, and leave the training when it pays its steps of these numbers, each counted from where it went on."""
     tasks = two_tasks()
     configs = training_configs(tasks, "quick", SHORT, over)
     for number, after in enumerate(lefts):

@@ -1,4 +1,4 @@
-"""A grown network in a folder, and in a fresh copy of the model that it grew from."""
+"""Test a grown network in a folder, and in a fresh copy of the model that it grew from."""
 
 import json
 import pickle
@@ -37,7 +37,7 @@ LIFE = {  # at 'wide' a seed that folds, at 'inner' one that does not, at 'last'
 
 
 class Host(nn.Module):
-    """A host with running statistics, a tied weight and a layer that is used under two names."""
+    """Holds running statistics, a tied weight and a layer that is used under two names."""
 
     def __init__(self, width=WIDTH, dtype=torch.float32):
         super().__init__()
@@ -67,7 +67,7 @@ def data(key, examples=12):
 
 
 def grown(mode="live", script=LIFE, model=None, decisions=10, **options):
-    """A growth that has taken its decisions, and the loop goes on from there."""
+    """Return a growth that has taken its decisions; the loop goes on from there."""
     model = graft(Host(), SITES) if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     settings = {
@@ -261,7 +261,7 @@ def test_what_cannot_be_loaded_is_refused_and_the_model_stays_as_it_was(saved, t
 
 
 def entries(tree):
-    """Every place of a tree: the container, and the key of an entry."""
+    """Iterate over every place of a tree: the container, and the key of an entry."""
     for key in list(tree) if isinstance(tree, dict) else range(len(tree)):
         yield tree, key
         if isinstance(tree[key], dict | list):
@@ -317,7 +317,7 @@ def test_what_a_folder_without_pickle_cannot_hold_is_refused(tmp_path):
 
 
 class Published(Host):
-    """A network that writes itself to a folder and is made from it, as those of Hugging Face are."""
+    """Writes itself to a folder and is made from it, as networks of Hugging Face are."""
 
     def save_pretrained(self, save_directory, is_main_process=True, push_to_hub=False, **kwargs):
         save_directory.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""The crew of the ranks that torchrun starts: who is admitted, and what a lost rank leads to."""
+"""Test the crew of the ranks that torchrun starts: who is admitted, and what a lost rank leads to."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from esper.runs.workers.workers import Workers
 
 @pytest.fixture
 def store(monkeypatch):
-    """The store by which two ranks meet; this process is rank 0."""
+    """Make the store by which two ranks meet; this process is rank 0."""
     meeting = HashStore()
     monkeypatch.setattr(transports, "_store", lambda: meeting)
     monkeypatch.setenv("RANK", "0")
@@ -27,7 +27,7 @@ def store(monkeypatch):
 
 
 def answers(crew):
-    """What comes from the ranks within a few seconds."""
+    """Return what comes from the ranks within a few seconds."""
     deadline = time.monotonic() + 20
     while not (found := crew.receive(0.1)) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -53,7 +53,7 @@ def test_a_stranger_is_refused_and_a_lost_rank_is_not_started_again(store):
 
 def test_waiting_for_ranks_that_do_not_come_ends_when_it_is_asked_to(store):
     class Beside(transports.TorchrunTransport):
-        """Without the process beside this one."""
+        """Starts no process beside this one."""
 
         def start(self, worker):
             self._started.add(worker)
@@ -67,7 +67,7 @@ def test_an_evaluation_that_torchrun_ends_while_its_ranks_start_leaves_no_lock(s
     locked = []
 
     class Ending(transports.TorchrunTransport):
-        """Is sent, before any rank has come, what torchrun sends."""
+        """Sends itself, before any rank has come, what torchrun sends."""
 
         def start(self, worker):
             if worker == 0:

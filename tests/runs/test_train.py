@@ -1,4 +1,4 @@
-"""Trainings of two rounds: what they write, what they read, how they end, and what they refuse."""
+"""Test trainings of two rounds: what they write, what they read, how they end, and what they refuse."""
 
 import hashlib
 import json
@@ -62,7 +62,7 @@ TIMES = ("env_steps_per_second", "controller_share", "seconds")
 
 
 class Watching(Progress):
-    """A Progress that keeps the figures and calls something after every round."""
+    """Keeps the figures, and calls something after every round."""
 
     def __init__(self, then=lambda number: None):
         self.figures, self.notes, self.then = {}, [], then
@@ -110,7 +110,7 @@ def weights_equal(one, other):
 
 @pytest.fixture(scope="module")
 def pair():
-    """Two tasks, of three slots and of two."""
+    """Return two tasks, of three slots and of two."""
     tasks = [get_task("digits-narrow"), get_task("iris")]
     assert [len(task.largest().slots) for task in tasks] == [3, 2]
     return tasks
@@ -118,14 +118,14 @@ def pair():
 
 @pytest.fixture(scope="module")
 def trained(pair, tmp_path_factory):
-    """A training on both, its summary and what was told of it."""
+    """Train on both; returns the folder, the summary and what was told of it."""
     folder, watch = tmp_path_factory.mktemp("train") / "run", Watching()
     return folder, run(pair, folder, watch), watch
 
 
 @pytest.fixture(scope="module")
 def again(pair, tmp_path_factory):
-    """The same training once more."""
+    """Train in the same way once more."""
     folder, watch = tmp_path_factory.mktemp("again") / "run", Watching()
     return folder, run(pair, folder, watch), watch
 
@@ -310,7 +310,7 @@ def test_the_validation_split_picks_the_controller_and_trains_nothing(tmp_path):
 
 @pytest.fixture(scope="module")
 def mixture():
-    """A cohort of `repair`."""
+    """Return a cohort of `repair`."""
     task = get_task("repair")
     return cohorts_of(task.sealed(), *configs([task]))[0]
 
@@ -428,7 +428,7 @@ def test_a_preset_is_a_config(name):
 
 
 def without_slots():
-    """A task whose host is one segment."""
+    """Make a task whose host is one segment."""
 
     def host():
         return esper.SegmentedHost([nn.Linear(6, 3)], [])

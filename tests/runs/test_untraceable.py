@@ -1,4 +1,4 @@
-"""Networks that torch.export cannot trace are one line of a run, whatever torch would print of them."""
+"""Check that networks that torch.export cannot trace are one line of a run, whatever torch would print of them."""
 
 import logging
 
@@ -26,7 +26,7 @@ def host():
 
 @pytest.fixture
 def tried(monkeypatch):
-    """The networks that torch.export was asked to trace."""
+    """Record the networks that torch.export is asked to trace."""
     asked, export = [], torch.export.export
     monkeypatch.setattr(
         torch.export,

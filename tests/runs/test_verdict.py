@@ -1,4 +1,4 @@
-"""The line that says whether growth paid: it follows from the figures of static networks, and never from an ablation."""
+"""Check that the line on whether growth paid follows from the figures of static networks, and never from an ablation."""
 
 import re
 
@@ -17,7 +17,7 @@ HOST, WHOLE = 1000, 1100  # parameters: rent of 0.1 ln 1.1 = .0095
 
 
 def said(grown, baselines, *, kept=None, reward=RENT, metric="accuracy", **over):
-    """The verdict on networks whose metrics are given: of the grown ones, and of static ones with their parameters."""
+    """Give the verdict on networks whose metrics are given: of the grown ones, and of static ones with their parameters."""
     envs = len(grown)
     kept = [1] * envs if kept is None else kept
     hosts = np.full(envs, HOST)

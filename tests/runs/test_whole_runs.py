@@ -1,4 +1,4 @@
-"""Whole runs: what the demo claims, and what must hold before and after one."""
+"""Test whole runs: what the demo claims, and what must hold before and after one."""
 
 import json
 
@@ -82,7 +82,7 @@ def test_a_network_that_cannot_be_traced_keeps_its_weights(tmp_path):
 
 
 def user_task(segments, slots, **options):
-    """A task on a host of anybody's modules."""
+    """Make a task on a host of anybody's modules."""
     x = torch.randn(160, 8)
     return task_from(
         "mine", x, (x[:, 0] * x[:, 1] > 0).long(), host=lambda: esper.SegmentedHost(segments(), slots), **options
@@ -165,7 +165,7 @@ def test_dropout_in_hosts_and_seeds_is_keyed_and_differs_from_segment_to_segment
 
 
 class DrawsUnseen(nn.Module):
-    """Dropout that no module says it has: vmap finds out in the first call of training."""
+    """Drops numbers out without saying so by a module: vmap finds out in the first call of training."""
 
     def __init__(self):
         super().__init__()

@@ -26,7 +26,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    """The folder of a run and its summary."""
+    """Run a growth, and return its folder and its summary."""
     folder = tmp_path_factory.mktemp("runs") / "wide"
     return folder, esper.grow("iris-plain", SMALL, run=folder, progress=False)
 

@@ -1,4 +1,4 @@
-"""Trainings by several workers: the same results for any number of them, also if some are killed."""
+"""Check that trainings by workers give the same results for any number of them, also if some are killed."""
 
 import itertools
 import json
@@ -55,7 +55,7 @@ CLOCKED = ("env_steps_per_second", "controller_share", "seconds")
 
 
 class Watching(Progress):
-    """A Progress that calls something after every round."""
+    """Calls something after every round."""
 
     def __init__(self, then=lambda number: None):
         self.then, self.notes, self.shares = then, [], []
@@ -81,7 +81,7 @@ def resumed(folder, asked=ALONE):
 
 
 def content(folder):
-    """The controller, and the rows without what a clock says."""
+    """Return the controller, and the rows without what a clock says."""
     rows = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["kind"] not in ("checkpoint", "environment", "phases")]
     for row in rows:
@@ -95,7 +95,7 @@ def content(folder):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The content of a training without workers."""
+    """Return the content of a training without workers."""
     folder = tmp_path_factory.mktemp("alone") / "run"
     trained(folder)
     return content(folder)
@@ -152,7 +152,7 @@ def test_a_worker_killed_at_a_random_moment_changes_nothing(alone, tmp_path):
 
 
 class Killing(Trainer):
-    """A trainer whose worker is killed when it comes to a phase of a round for the first time."""
+    """Kills its worker when that comes to a phase of a round for the first time."""
 
     killed = ""
 
@@ -192,7 +192,7 @@ def test_a_worker_that_is_lost_in_any_phase_of_a_round_changes_nothing(alone, tm
 
 @pytest.mark.campaign
 def test_what_a_teacher_has_shown_is_played_again_where_its_rollouts_are_lost(tmp_path, monkeypatch):
-    """By a worker that is lost, and by one that leaves the training, in the last of three rounds of imitation."""
+    """Check rollouts lost by a worker that dies, or that leaves the training, in the last of three rounds of imitation."""
     rounds = {"ppo": {**SMALL["ppo"], "imitation_rounds": 3}}
     trained(tmp_path / "alone", **rounds)
     monkeypatch.setattr(Killing, "phase", -1, raising=False)
@@ -218,7 +218,7 @@ def test_what_a_teacher_has_shown_is_played_again_where_its_rollouts_are_lost(tm
 
 
 class Stopping(Killing):
-    """A trainer whose worker is stopped when it comes to a phase, as by a debugger or by a machine that hangs."""
+    """Stops its worker when that comes to a phase, as a debugger does or a machine that hangs."""
 
     def come(self, phase):
         if phase == self.phase and self.exchange.rank == 0 and self.exchange.size > 1 and self.killed != phase:
@@ -349,7 +349,7 @@ def test_a_process_that_is_killed_leaves_no_folder_of_its_workers(tmp_path):
 
 
 class Interrupting:
-    """A sink that interrupts a training at the end of its first shard."""
+    """Stops a training as Ctrl-C does, at the end of its first shard."""
 
     def __init__(self):
         self.seen = 0
@@ -386,7 +386,7 @@ def test_rows_name_the_first_environment_of_their_shard(alone):
 
 
 class Squares:
-    """Work whose result is easily known."""
+    """Computes work whose result is easily known."""
 
     facts: ClassVar = {}
 
@@ -570,7 +570,7 @@ def test_a_worker_with_other_data_is_refused():
 
 
 class Quiet(Beside):
-    """A crew whose second worker gives no sign for some times that are told."""
+    """Hears nothing from its second worker for some times that are told."""
 
     def __init__(self, times):
         super().__init__(3, Squares)
@@ -623,7 +623,7 @@ def test_a_worker_is_never_ended_where_patience_is_0():
 
 
 class Failing(Squares):
-    """Work whose code fails."""
+    """Raises an error in its work."""
 
     def play(self, part, *observers):
         return part["missing"]
@@ -636,7 +636,7 @@ def test_an_error_in_a_worker_is_the_error_of_the_run():
 
 
 def in_the_second_shard(config):
-    """A reward whose code fails in a process beside the first."""
+    """Make a reward whose code fails in a process beside the first."""
 
     def pay(outcome):
         if multiprocessing.parent_process() is not None:

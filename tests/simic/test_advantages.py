@@ -1,4 +1,4 @@
-"""Advantages against sums written out, with every kind of end that a sequence can have."""
+"""Check advantages against sums written out, with every kind of end that a sequence can have."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ GOES_ON, TERMINAL, ROLLBACK = range(3)
 
 
 def drawn(seed=0):
-    """Rewards, values, and ends: terminals and rollbacks, some of them in mid-rollout."""
+    """Draw rewards, values, and ends: terminals and rollbacks, some of them in mid-rollout."""
     generator = torch.Generator().manual_seed(seed)
     reward, value = (torch.randn(T, E, generator=generator, dtype=torch.float64) for _ in range(2))
     kind = torch.where(
@@ -23,7 +23,7 @@ def drawn(seed=0):
 
 
 def slow(reward, value, end, gamma, lam):
-    """A_t = sum over l of (gamma lam)^l delta_{t + l}, and the discounted rewards, up to the end of the sequence."""
+    """Compute A_t = sum over l of (gamma lam)^l delta_{t + l}, and the discounted rewards, up to the end of the sequence."""
     advantage, returns = torch.zeros(T, E, dtype=torch.float64), torch.zeros(T, E, dtype=torch.float64)
     for e in range(E):
         for t in range(T):

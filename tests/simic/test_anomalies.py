@@ -1,4 +1,4 @@
-"""What goes wrong with a learner is found from the figures of its rounds."""
+"""Check that what goes wrong with a learner is found from the figures of its rounds."""
 
 import pytest
 
@@ -18,7 +18,7 @@ HEALTHY = {
 
 
 def rounds(**figures):
-    """Ten healthy rounds whose return rises, but for some figures of all of them."""
+    """Make ten healthy rounds whose return rises, but for some figures of all of them."""
     return [{**HEALTHY, "return": 0.01 * number, **figures} for number in range(ROUNDS)]
 
 

@@ -1,4 +1,4 @@
-"""The learner on the real engine: what it saw, what it was paid, and that one seed gives one training."""
+"""Test the learner on the real engine: what it saw, what it was paid, and that one seed gives one training."""
 
 from contextlib import nullcontext
 
@@ -23,7 +23,7 @@ ENVS, STEPS = 4, 4
 
 
 class Recorded:
-    """A reward that keeps what it paid and which outcomes it saw."""
+    """Keeps what a reward paid and which outcomes it saw."""
 
     def __init__(self, config):
         self.inner, self.paid, self.outcomes = get_reward(config), [], []
@@ -36,7 +36,7 @@ class Recorded:
 
 
 def a_run(seed=0, slots=2, menu=MENU, **reward):
-    """An engine, and a client that learns on it."""
+    """Make an engine, and a client that learns on it."""
     layers = {"data": {"batches_per_step": 2}, "ppo": {"minibatches": 2, "rounds": 4}, "reward": reward, "seed": seed}
     config = small_config(layers, envs=ENVS, steps=STEPS)
     engine = VectorizedEngine(blobs(hidden=tuple(range(3, 3 + slots)), menu=menu), config)
@@ -53,7 +53,7 @@ def play(engine, client, steps=STEPS):
 
 
 def play_broken(engine, client, row, step):
-    """An episode in which one row is rolled back in one step."""
+    """Play an episode in which one row is rolled back in one step."""
     view = engine.reset()
     while view.step < STEPS:
         with poisoned(engine, row, "gradient") if view.step == step else nullcontext():
@@ -62,7 +62,7 @@ def play_broken(engine, client, row, step):
 
 
 def judged_again(client):
-    """Log-probabilities and values of the client's rollout under the policy as it is now."""
+    """Return log-probabilities and values of the client's rollout under the policy as it is now."""
     policy, rollout = client.learner.policy, client.rollout()
     batch = policy.batch(rollout.observations(), client.menu)
     encoded, value, _ = policy.network(batch, policy.network.initial(rollout.value.shape[1]), rollout.starts)

@@ -1,4 +1,4 @@
-"""The exchange between workers: sums that do not depend on who has which shard, and what is heard of a worker that is lost."""
+"""Test the exchange between workers: sums that do not depend on who has which shard, and what is heard of a lost worker."""
 
 import itertools
 import threading
@@ -22,7 +22,7 @@ def gloo(store, name, rank, size):
 
 
 def together(owners, size, compute, carried=False):
-    """What each of some workers computes, which are threads that are connected by gloo.
+    """Return what each of some workers computes, which are threads that are connected by gloo.
 
     carried: whether another group carries what is summed. On GPUs it is of NCCL.
     """
@@ -43,7 +43,7 @@ def together(owners, size, compute, carried=False):
 
 
 def slow_tree(values):
-    """The sum of a list by the definition of the tree."""
+    """Sum a list by the definition of the tree."""
     if len(values) == 1:
         return values[0]
     half = 1

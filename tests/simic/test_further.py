@@ -1,4 +1,4 @@
-"""Several decisions in one step: how likely they are, how they are recorded and learnt, and what a teacher of them teaches."""
+"""Test several decisions in one step: how likely they are, how they are recorded and learnt, and what a teacher teaches."""
 
 import copy
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ SEVERAL: Mapping[str, object] = {"ppo": {"decisions_per_step": MANY, "minibatche
 
 
 class Lesson:
-    """An engine, and a client with or without a teacher."""
+    """Holds an engine, and a client with or without a teacher."""
 
     def __init__(self, led: float | None = None, envs: int = ENVS, first: int = 0):
         config = small_config(SEVERAL, envs=envs, steps=STEPS, first_instance=first)
@@ -58,7 +58,7 @@ def alike(one: Rollout, other: Rollout) -> bool:
 
 
 def decided(rollout: Rollout, row: int) -> list[torch.Tensor]:
-    """What a row decided, without the entries at which it was idle."""
+    """Return what a row decided, without the entries at which it was idle."""
     keep = ~rollout.idle[:, row]
     return [field[keep, row] for field in (*rollout.actions, rollout.log_prob, rollout.reward, rollout.value)]
 
@@ -180,7 +180,7 @@ def test_the_gradient_of_packed_sequences_is_that_of_the_whole_rollout(own):
     network = learner.policy.network
 
     def step_by_step(batch, rollout):
-        """Encodings and values, where the state of a row is held at the entries at which it is idle."""
+        """Compute encodings and values, where the state of a row is held at the entries at which it is idle."""
         state, found = network.initial(ENVS), []
         for t in range(len(rollout.value)):
             one = Batch(*(field[t : t + 1] for field in batch[:5]), batch.menu)

@@ -1,4 +1,4 @@
-"""The apprentice: who acts, what is remembered, and what is learnt from it."""
+"""Test the apprentice: who acts, what is remembered, and what is learnt from it."""
 
 import copy
 
@@ -28,7 +28,7 @@ EAGER = {"plant_below": 2.0, "weak_below": 2.0, "holding_patience": 1, "training
 
 
 class Remembering(Heuristic):
-    """The rule, with all that it ever decided."""
+    """Decides by the rule, and keeps all that it ever decided."""
 
     def __init__(self, *settings):
         super().__init__(*settings)
@@ -40,7 +40,7 @@ class Remembering(Heuristic):
 
 
 class Lesson:
-    """One episode of an apprentice under a teacher that leads a share of the environments."""
+    """Runs one episode of an apprentice under a teacher that leads a share of the environments."""
 
     def __init__(self, led):
         config = small_config(envs=ENVS, steps=STEPS, heuristic=EAGER)
@@ -56,11 +56,11 @@ class Lesson:
             self.outcomes.append(outcome)
 
     def acted(self, head):
-        """(T, E) of what was done."""
+        """Return (T, E) of what was done."""
         return np.stack([outcome.actions[head] for outcome in self.outcomes])
 
     def taught(self, head):
-        """(T, E) of what the teacher would have done."""
+        """Return (T, E) of what the teacher would have done."""
         return np.stack([actions[head] for actions in self.teacher.decided])
 
 
@@ -134,7 +134,7 @@ def a_trainer(**ppo):
 
 @pytest.fixture(scope="module")
 def imitated():
-    """A trainer after five rounds of imitation, and the share that the teacher led in each."""
+    """Train for five rounds of imitation; return the trainer, and the share that the teacher led in each."""
     trainer, led = a_trainer(imitation_rounds=5, update_epochs=1, minibatches=1), []
     for number in range(-5, 0):
         trainer.imitate(number, Interrupt())
@@ -164,7 +164,7 @@ def test_the_last_round_of_imitation_makes_as_many_passes_as_it_is_told_to():
 
 
 class After:
-    """An interrupt after so many steps of a trainer."""
+    """Asks to stop after so many steps of a trainer."""
 
     def __init__(self, trainer, steps):
         self.trainer, self.steps = trainer, steps

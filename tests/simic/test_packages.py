@@ -1,4 +1,4 @@
-"""Packages: one decision of a policy that plants a blueprint in every slot, how likely it is, and how it is learnt."""
+"""Test packages: one decision of a policy that plants a blueprint in every slot, how likely it is, and how it is learnt."""
 
 import copy
 import json
@@ -38,7 +38,7 @@ def engine_of(**settings) -> VectorizedEngine:
 
 
 def policy_of(engine, keen=True, decisions=1, packages=RANK_1) -> Policy:
-    """A policy; a keen one plants the package as soon as it can."""
+    """Make a policy; a keen one plants the package as soon as it can."""
     policy = Policy.fresh(Language.of([engine.space], packages), 0, decisions_per_step=decisions)
     if keen:
         policy.network.bias_ops({Op.GERMINATE: 50.0})
@@ -56,7 +56,7 @@ def policy_of(engine, keen=True, decisions=1, packages=RANK_1) -> Policy:
 
 
 class Taught:
-    """An engine, and a client that samples, or follows a teacher in a share of the environments."""
+    """Holds an engine, and a client that samples, or follows a teacher in a share of the environments."""
 
     def __init__(self, led=None, keen=False, decisions=2):
         self.engine = engine_of()

@@ -1,4 +1,4 @@
-"""A policy on a device of its own: a second logical device here, as there need not be a GPU."""
+"""Test a policy on a device of its own: a second logical device here, as there need not be a GPU."""
 
 import json
 import signal
@@ -57,7 +57,7 @@ def content(folder):
 
 @pytest.fixture(scope="module")
 def near(tmp_path_factory):
-    """The content of a training whose policy is on the CPU."""
+    """Return the content of a training whose policy is on the CPU."""
     folder = tmp_path_factory.mktemp("near") / "run"
     trained(folder)
     return content(folder)
@@ -65,7 +65,7 @@ def near(tmp_path_factory):
 
 @pytest.fixture
 def far(monkeypatch):
-    """The devices of the policies that act and learn, which live on the logical device."""
+    """Put policies on the logical device, and return the devices of those that act and learn."""
     seen = set()
 
     def watched(method):

@@ -1,4 +1,4 @@
-"""The update: its gradient by finite differences, what it learns, when it stops, and what it leaves when it fails."""
+"""Test the update: its gradient by finite differences, what it learns, when it stops, and what it leaves when it fails."""
 
 import copy
 
@@ -25,13 +25,13 @@ SHARES = {head: 0.05 + 0.05 * head for head in Head}
 
 @pytest.fixture(scope="module")
 def view():
-    """Environments that are all alike: fresh hosts of one data set, before anything was planted."""
+    """Return environments that are all alike: fresh hosts of one data set, before anything was planted."""
     return VectorizedEngine(blobs(), small_config(envs=ENVS)).reset()
 
 
 @pytest.fixture
 def doubles():
-    """Float64 everywhere: central differences need it."""
+    """Set float64 everywhere: central differences need it."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     yield
@@ -43,7 +43,7 @@ def a_learner(view, seed=0, group=None, **settings):
 
 
 def planted(actions):
-    """1 for a seed in slot 1."""
+    """Pay 1 for a seed in slot 1."""
     return ((actions.op == Op.GERMINATE) & (actions.slot == 1)).astype(np.float64)
 
 
@@ -62,7 +62,7 @@ class Exploring(Learned):
 
 
 def a_rollout(learner, view, pay=planted, steps=1, forget=None):
-    """Some steps at one and the same state, paid by what was decided; `forget` maps steps to rows that end before them."""
+    """Play some steps at one and the same state, paid by what was decided; `forget` maps steps to rows that end before them."""
     mind, buffer, forget = Exploring(learner), TamiyoRolloutBuffer(), forget or {}
     for t in range(steps):
         if t in forget:
@@ -75,7 +75,7 @@ def a_rollout(learner, view, pay=planted, steps=1, forget=None):
 
 
 def rows_of(rollout, envs):
-    """The whole sequences of some environments."""
+    """Return the whole sequences of some environments."""
     return pytree.tree_map(lambda field: field[:, envs], rollout)
 
 
@@ -88,7 +88,7 @@ def updated(learner, view, rollout):
 
 
 def everything(learner):
-    """All that an update may change, in memory of its own."""
+    """Copy all that an update may change."""
     policy = learner.policy
     return copy.deepcopy(
         (policy.network.state_dict(), learner.optimizer.state_dict(), policy.normaliser, learner.round)
@@ -96,7 +96,7 @@ def everything(learner):
 
 
 def alike(one, other):
-    """Whether two nested records are equal bit for bit."""
+    """Return whether two nested records are equal bit for bit."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(alike(one[k], other[k]) for k in one)
     if isinstance(one, tuple | list):
@@ -107,7 +107,7 @@ def alike(one, other):
 
 
 def a_problem():
-    """A network with opinions, and decisions of every operation by masks that are often tight, in float64."""
+    """Make a network with opinions, and decisions of every operation by masks that are often tight, in float64."""
     steps, envs = 4, 6
     network = FactoredRecurrentActorCritic(env=4, slot=5, blueprints=3, tempos=5, targets=4, hidden=12, code=6)
     with torch.no_grad():
@@ -442,7 +442,7 @@ def test_a_round_without_reward_moves_the_policy_by_its_entropy_alone(view):
 
 
 def scaled(learner, view, rollout):
-    """The batch of a rollout, with normalised advantages."""
+    """Return the batch of a rollout, with normalised advantages."""
     played = [ShardedRollout.whole(rollout, menu(view))]
     data = learner._prepare(played)
     return learner._scaled(data, learner._statistics(played, data))[0][0]

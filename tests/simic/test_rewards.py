@@ -128,7 +128,7 @@ def outcome(before, after, *, step=0, ops=(0, 0), accepted=(True, True), exporte
 
 
 def episode(path, twins, ops, accepted):
-    """Outcomes of scores at 0 .. T, the last of which are those of the exported networks."""
+    """Make outcomes of scores at 0 .. T, the last of which are those of the exported networks."""
     live = [*path[:-1], path[0]]  # what the live network is worth at the end must not matter
     return [
         outcome(
@@ -186,7 +186,7 @@ def test_rewards_telescope_to_the_rise_of_the_worth_less_the_fees(drawn, config)
 
 @functools.cache
 def random_run(seed, episodes=1):
-    """Outcomes of random valid decisions through the engine."""
+    """Play random valid decisions through the engine, and return the outcomes."""
     quick = {"lifecycle": {"auto_advance": True, "tempos": [0, 1], "embargo": 0}, "gates": {"min_holding_steps": 0}}
     config = small_config(quick, seed=seed, twin=True, steps=12)
     engine, client, outcomes = VectorizedEngine(blobs(), config), RandomValid(), []
@@ -360,7 +360,7 @@ T, G, N, B, H, F, D = (
 
 
 def accounts(stages, contributions, path):
-    """The last account and the pay of stages (steps, E, S), contributions likewise, and worths (steps + 1, E)."""
+    """Return the last account and the pay of stages (steps, E, S), contributions likewise, and worths (steps + 1, E)."""
     stages, contributions, path = np.array(stages, np.int8), np.array(contributions, float), np.array(path, float)
     account, pays = Account.empty(*stages.shape[1:]), []
     for t, stage in enumerate(stages):
@@ -371,7 +371,7 @@ def accounts(stages, contributions, path):
 
 
 def one_seed(stages, contributions, path):
-    """What is paid for one slot of one environment."""
+    """Return what is paid for one slot of one environment."""
     _, paid = accounts(np.array(stages)[:, None, None], np.array(contributions)[:, None, None], np.array(path)[:, None])
     return float(paid.sum())
 
@@ -451,7 +451,7 @@ def test_escrow_pays_no_more_than_the_largest_worth_less_the_first(drawn):
 
 
 def slow_accounts(stages, contributions, path):
-    """Pay of one environment, by slot: the accounts as a person would keep them."""
+    """Compute the pay of one environment, by slot, from accounts as a person would keep them."""
     paid_up, books, paid = path[0], {}, [0.0] * stages.shape[1]
     for t, row in enumerate(stages):
         for slot, stage in enumerate(row):

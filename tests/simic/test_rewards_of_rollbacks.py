@@ -1,4 +1,4 @@
-"""What an episode pays where steps were rolled back: the rise that is left, and a penalty for each."""
+"""Test what an episode pays where steps were rolled back: the rise that is left, and a penalty for each."""
 
 from contextlib import ExitStack
 
@@ -19,7 +19,7 @@ FEES = {"germinate": 0.01, "advance": 0.02, "prune": 0.03, "fossilize": 0.04}
 
 
 def episode(cadence, seed, names=("delta", "sparse", "escrow")):
-    """The outcomes of random decisions under random poison, and by reward the components of every step."""
+    """Play random decisions under random poison; return the outcomes, and by reward the components of every step."""
     config = small_config(
         envs=ENVS,
         steps=STEPS,
@@ -42,7 +42,7 @@ def episode(cadence, seed, names=("delta", "sparse", "escrow")):
 
 
 def summed(steps):
-    """(E,) of the components of every step."""
+    """Sum the components of every step to (E,)."""
     return np.sum([total(step) for step in steps], axis=0)
 
 

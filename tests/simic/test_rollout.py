@@ -1,4 +1,4 @@
-"""The memory of a round: what was written is what is read, in whole sequences, and a full or an empty one says so."""
+"""Test the memory of a round: what was written is what is read, in whole sequences, and a full or an empty one says so."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ CHOICES = (6, S, K, 3, 5, 4)
 
 
 def a_step(seed):
-    """A step of which every number is drawn."""
+    """Draw every number of a step."""
     rng = np.random.default_rng(seed)
 
     def some(*shape):

@@ -56,7 +56,7 @@ def test_where_all_is_done_the_last_is_called_at_once(jobs):
 
 
 def submitted(background, job, line):
-    """Whether a job is submitted before a KeyboardInterrupt comes, at some line of what runs there."""
+    """Return whether a job is submitted before a KeyboardInterrupt comes, at some line of what runs there."""
     count = 0
 
     def trace(frame, event, argument):

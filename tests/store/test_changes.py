@@ -1,4 +1,4 @@
-"""By what a run is known after its config was changed."""
+"""Check what identifies a run after its config was changed."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Checkpoints: trees as files, atomic writing, and what is refused when they are read."""
+"""Test checkpoints: trees as files, atomic writing, and what is refused when they are read."""
 
 import errno
 import hashlib
@@ -34,7 +34,7 @@ def state(number):
 
 
 def same(one, other):
-    """Whether two trees are equal bit for bit, kinds and dtypes included."""
+    """Return whether two trees are equal bit for bit, kinds and dtypes included."""
     if isinstance(one, dict):
         return isinstance(other, dict) and list(one) == list(other) and all(same(one[k], other[k]) for k in one)
     if isinstance(one, list):
@@ -59,7 +59,7 @@ def folder(tmp_path):
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
-    """The checkpoints of steps 1, 2 and 3."""
+    """Write the checkpoints of steps 1, 2 and 3."""
     made = tmp_path_factory.mktemp("three")
     (made / "config.yaml").write_text("task: blobs\n")
     store = Checkpoints(made, KEPT)
@@ -70,7 +70,7 @@ def three(tmp_path_factory):
 
 @pytest.fixture
 def written(folder, three):
-    """A run folder with the checkpoints of steps 1, 2 and 3."""
+    """Return a run folder with the checkpoints of steps 1, 2 and 3."""
     shutil.copytree(three, folder / "checkpoints")
     return folder
 
@@ -141,14 +141,14 @@ def test_the_last_ones_are_kept(folder):
 
 
 def test_retention_never_removes_what_latest_names(written):
-    """A run that went on from an earlier checkpoint writes one that is not the last by number."""
+    """Check a run that went on from an earlier checkpoint and writes one that is not the last by number."""
     Checkpoints(written, CheckpointConfig(keep=1)).write(2, state(2))
     found, _ = read(written)
     assert found.number == 2
 
 
 def pointed(folder, pointer):
-    """The folder that a pointer names, read and checked by the sha256 that it tells."""
+    """Check the folder that a pointer names by the sha256 that it tells, and return its name."""
     name, digest = (folder / "checkpoints" / pointer).read_text().split()
     assert hashlib.sha256((folder / "checkpoints" / name / FACTS).read_bytes()).hexdigest() == digest
     return name
@@ -160,7 +160,7 @@ writes = st.lists(st.tuples(st.integers(-3, 4), st.booleans(), st.integers(1, 3)
 @settings(max_examples=12, deadline=None)
 @given(writes)
 def test_retention_never_removes_the_latest_or_the_best(tmp_path_factory, writes):
-    """Runs that go on, that go on from further back (a step below 0), and whose `keep` is changed."""
+    """Check runs that go on, that go on from further back (a step below 0), and whose `keep` is changed."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "config.yaml").write_text("task: blobs\n")
     number, best = 0, None
@@ -234,24 +234,24 @@ def deleted(path):
 
 
 def swapped(path):
-    """Another checkpoint's file in its place."""
+    """Put another checkpoint's file in the place of one."""
     shutil.copy(path.parent.parent / "step-000001" / path.name, path)
 
 
 def pickled(path):
-    """A pickle that makes a folder where it is loaded."""
+    """Write a pickle that makes a folder where it is loaded."""
     path.write_bytes(b"cos\nmkdir\n(V" + str(path.parents[3] / "executed").encode() + b"\ntR.")
 
 
 def linked(path):
-    """A link to a file out of the run folder, of the right content."""
+    """Put a link to a file out of the run folder, of the right content, in the place of one."""
     outside = path.parents[3] / f"outside-{path.name}"
     path.rename(outside)
     path.symlink_to(outside)
 
 
 def folder_there(path):
-    """A folder in the place of the file."""
+    """Put a folder in the place of the file."""
     path.unlink()
     path.mkdir()
 
@@ -417,7 +417,7 @@ def test_a_crash_between_any_two_system_calls_leaves_the_last_checkpoint_readabl
 
 
 class Held:
-    """`os.fsync`, held up until `let_go`; `reached` is set once someone waits in it."""
+    """Holds up `os.fsync` until `let_go`; `reached` is set once someone waits in it."""
 
     def __init__(self, monkeypatch):
         self.reached, self.go, self.real = threading.Event(), threading.Event(), os.fsync

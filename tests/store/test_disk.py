@@ -1,4 +1,4 @@
-"""Files and folders that are whole or absent."""
+"""Check that files and folders are whole or absent."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Waiting for room on a full disk."""
+"""Test waiting for room on a full disk."""
 
 import errno
 import json
@@ -32,7 +32,7 @@ def waiting(tmp_path, notes, seconds=60.0, asked=lambda: False):
 
 
 class Failing:
-    """Fails so often with an error of a number, and then writes."""
+    """Raises an error of a number so many times, and then writes."""
 
     def __init__(self, times, number=errno.ENOSPC):
         self.times, self.number, self.calls = times, number, 0

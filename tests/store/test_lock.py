@@ -1,4 +1,4 @@
-"""Two processes on one folder, with real processes, real kills, and pids that were given away again."""
+"""Test two processes on one folder, with real processes, real kills, and pids that were given away again."""
 
 import errno
 import fcntl
@@ -39,7 +39,7 @@ sys.stdin.readline()
 
 
 class Holder:
-    """Another process, which holds the lock of a folder until it is told to let go, or killed."""
+    """Holds the lock of a folder from another process until it is told to let go, or killed."""
 
     def __init__(self, folder, program=HOLD):
         command = [sys.executable, "-c", program, str(folder)]
@@ -155,7 +155,7 @@ def test_a_lock_that_was_replaced_is_not_removed(tmp_path, notes):
 
 
 def test_a_name_that_another_file_took_meanwhile_is_opened_again(tmp_path, notes, monkeypatch):
-    """As where its owner removes it, and the next process makes one, between an open and a flock."""
+    """Check a lock that its owner removes, and that the next process makes, between an open and a flock."""
     real, opened = fcntl.flock, []
 
     def late(descriptor, operation):

@@ -1,4 +1,4 @@
-"""What load paths read is bounded, plain and behind no link; what is not is one sentence."""
+"""Check that what load paths read is bounded, plain and behind no link; what is not is one sentence."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A policy as a controller: its memory, what it knows, and the files that it is kept in."""
+"""Test a policy as a controller: its memory, what it knows, and the files that it is kept in."""
 
 import copy
 import hashlib
@@ -54,7 +54,7 @@ class Mind(Learned):
 
 
 def play(engine, mind, steps=STEPS):
-    """The thoughts of some steps of an episode, and the view and the outcomes behind them."""
+    """Return the thoughts of some steps of an episode, and the view and the outcomes behind them."""
     view, thoughts, outcomes = engine.reset(), [], []
     for _ in range(steps):
         thoughts.append(mind.think(view))
@@ -66,7 +66,7 @@ def play(engine, mind, steps=STEPS):
 
 @pytest.fixture(scope="module")
 def trained():
-    """A policy that learnt for a round on three slots, and the client that taught it."""
+    """Train a policy for a round on three slots, and return it."""
     engine = engine_of(3)
     policy = Policy.fresh(Language.of([engine.space]), 0, {"gates": {"gain_z": 0.5}})
     config = small_config().ppo
@@ -82,7 +82,7 @@ def saved(trained, tmp_path):
 
 
 def rewrite(folder, **change):
-    """The JSON of a controller, some of its fields replaced, by someone who knows of the checksum."""
+    """Change fields of the JSON of a controller, as someone who knows of the checksum."""
     facts = json.loads((folder / FACTS).read_text()) | change
     rest = {name: value for name, value in facts.items() if name != "checksum"}
     facts["checksum"] = hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
@@ -90,7 +90,7 @@ def rewrite(folder, **change):
 
 
 def refused(folder, *words):
-    """That a controller is refused in one sentence that names its file and says these words."""
+    """Check that a controller is refused in one sentence that names its file and says these words."""
     with pytest.raises(InputError) as caught:
         load_policy(folder)
     sentence = str(caught.value)

@@ -20,7 +20,7 @@ def rule(**config):
 
 
 def decide(view, **config):
-    """(op, slot) of the first environment."""
+    """Return (op, slot) of the first environment."""
     actions = rule(**config).act(view)
     return Op(actions.op[0]), int(actions.slot[0])
 
@@ -184,7 +184,7 @@ def test_it_does_not_advance_what_cannot_be_fossilized_in_time(view):
 
 
 def nominating(view, missing, **fields):
-    """A view with what is missing at the slots."""
+    """Make a view with what is missing at the slots."""
     made = view(may={Op.GERMINATE: True, Op.PRUNE: True}, sensors=("missing",), **fields)
     sensors = np.array([missing], np.float64)[..., None]
     return made._replace(measurements=made.measurements._replace(sensors=sensors))
@@ -318,7 +318,7 @@ def explained(*views, accepted=True, **config):
 
 
 class _Outcome:
-    """The two fields of an outcome that the rule reads."""
+    """Holds the two fields of an outcome that the rule reads."""
 
     def __init__(self, actions: Actions, accepted: np.ndarray) -> None:
         self.actions, self.accepted = actions, accepted

@@ -22,7 +22,7 @@ from esper.leyline.lifecycle.view import Masks
 
 @pytest.fixture
 def table(view):
-    """Every decision of the views that `random_view` draws."""
+    """Return every decision of the views that `random_view` draws."""
     space = view(np.zeros((1, 4))).space
     return every_decision(space._replace(blends=np.ones(len(Blend), bool)))
 

@@ -1,4 +1,4 @@
-"""The policy network: symmetries, sequences cut anywhere, and values in units that change."""
+"""Test the policy network: symmetries, sequences cut anywhere, and values in units that change."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ T, E, S, K = 6, 3, 4, 3
 
 @pytest.fixture(autouse=True)
 def double():
-    """Float64, so that equal means equal but for its rounding."""
+    """Set float64, so that equal means equal but for its rounding."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     yield
@@ -22,7 +22,7 @@ def double():
 
 @pytest.fixture
 def network():
-    """A network whose heads have opinions: as drawn, they are nearly uniform."""
+    """Make a network whose heads have opinions: as drawn, they are nearly uniform."""
     made = FactoredRecurrentActorCritic(**SHAPES)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
@@ -43,7 +43,7 @@ def batch(steps=T, envs=E, slots=S):
 
 
 def part(whole, steps, envs):
-    """Some steps of some environments."""
+    """Return some steps of some environments."""
     return Batch(*(field[steps, envs] for field in whole[:5]), whole.menu)
 
 

@@ -1,4 +1,4 @@
-"""Features of a view: each against a slow version of itself, and the page that lists them."""
+"""Check features of a view, each against a slow version of itself, and the page that lists them."""
 
 import runpy
 from pathlib import Path
@@ -39,7 +39,7 @@ SLOT_COLUMNS = {feature.name: i for i, feature in enumerate(slot_features(NAMES)
 
 @pytest.fixture
 def measured(view):
-    """Views with everything drawn, a third of what can be absent left out: (envs, slots, seed) -> View."""
+    """Return (envs, slots, seed) -> View, which draws everything but leaves out a third of what can be absent."""
 
     def draw(envs=3, slots=4, seed=0, sensors=NAMES):
         rng = np.random.default_rng(seed)
@@ -80,12 +80,12 @@ def seen(view, history=None):
 
 
 def column(observation, name):
-    """(E, S) of one slot feature."""
+    """Return (E, S) of one slot feature."""
     return observation.slot[..., SLOT_COLUMNS[name]]
 
 
 def table(envs, slots, live, worth, step=4):
-    """Every coalition of the live seeds of each environment, worth what `worth(env, mask)` says."""
+    """Make the values of every coalition of the live seeds of each environment, which are worth `worth(env, mask)`."""
     entries = [
         (env, mask)
         for env in range(envs)
@@ -212,7 +212,7 @@ def test_an_environment_is_seen_as_if_there_were_no_others(measured):
     mine, other = measured(seed=1), measured(seed=2)
 
     def mixed(a, b):
-        """Environment 1 of a, the rest of b."""
+        """Combine environment 1 of a with the rest of b."""
         if isinstance(a, tuple):
             return type(a)(*(mixed(x, y) for x, y in zip(a, b, strict=True)))
         return np.where((np.arange(3) == 1).reshape(3, *(1,) * (a.ndim - 1)), a, b)

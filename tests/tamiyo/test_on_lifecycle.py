@@ -1,4 +1,4 @@
-"""Controllers on the real lifecycle, with measurements written by hand: what they ask for is done, and when."""
+"""Test controllers on the real lifecycle, with measurements written by hand: what they ask for is done, and when."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 
 
 def episode(controller, view, config, *, envs=1, slots=3, steps=24, worth=0.1):
-    """An episode where every seed is measured to be worth `worth`: (step, op, slot) of what env 0 did, and seeds."""
+    """Play an episode where every seed is measured to be worth `worth`: (step, op, slot) of what env 0 did, and seeds."""
     base = view(np.zeros((envs, slots)), steps=steps, participation=np.linspace(0.1, 0.2, slots))
     base = base._replace(space=base.space._replace(max_seeds=config.lifecycle.max_seeds))
     known = np.full((envs, slots), worth)

@@ -1,4 +1,4 @@
-"""Decisions: every one counted, sampled as often as said, and judged as they were made."""
+"""Test decisions: every one counted, sampled as often as said, and judged as they were made."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ either = pytest.mark.parametrize("exploration", [GREEDY, SOME], ids=["without ex
 
 @pytest.fixture
 def network():
-    """A network whose heads have opinions: as drawn, they are nearly uniform."""
+    """Make a network whose heads have opinions: as drawn, they are nearly uniform."""
     made = FactoredRecurrentActorCritic(**SHAPES)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
@@ -54,7 +54,7 @@ def encode(network, envs, slots):
 
 
 def only(encoded, env, times):
-    """One environment, repeated."""
+    """Repeat one environment."""
     return Encoded(*(x[:, env : env + 1].expand(1, times, *x.shape[2:]) for x in encoded))
 
 
@@ -63,7 +63,7 @@ def draws(envs, seed=0):
 
 
 def every_decision(masks):
-    """All that masks of one environment allow, each once, as (heads, n); a head that does not matter is 0."""
+    """List all that masks of one environment allow, each once, as (heads, n); a head that does not matter is 0."""
     found = []
     for op in np.flatnonzero(masks.op[0]):
         for slot in np.flatnonzero(masks.slot[0, op]) if op != Op.WAIT else [0]:
@@ -80,7 +80,7 @@ def every_decision(masks):
 
 
 def judged(network, encoded, masks, decisions, exploration):
-    """What the network makes of (heads, n) decisions, by the masks of as many environments."""
+    """Judge (heads, n) decisions by a network, by the masks of as many environments."""
     op, slot = decisions[:2]
     valid = [torch.from_numpy(choices(masks, head, op, slot))[None] for head in Head]
     return judge(network, encoded, [torch.from_numpy(x)[None] for x in decisions], valid, exploration)

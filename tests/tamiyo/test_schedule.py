@@ -10,7 +10,7 @@ PRUNABLE = {Op.PRUNE: True}
 
 
 def taken(actions):
-    """(op, slot) of every environment."""
+    """Return (op, slot) of every environment."""
     return [(Op(op), int(slot)) for op, slot in zip(actions.op, actions.slot, strict=True)]
 
 

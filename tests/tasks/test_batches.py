@@ -1,4 +1,4 @@
-"""Examples that are several tensors, or whole numbers: real data, grown, exported, loaded and asked."""
+"""Test examples that are several tensors, or whole numbers: real data, grown, exported, loaded and asked."""
 
 import json
 import sysconfig
@@ -26,7 +26,7 @@ SETTINGS = {
 
 
 class Reader(nn.Module):
-    """Bytes (B, L) to one vector."""
+    """Reads bytes (B, L) into one vector."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,7 @@ class Reader(nn.Module):
 
 
 class Head(nn.Module):
-    """One vector to the logits of the next bytes, (B, AHEAD, 256)."""
+    """Maps one vector to the logits of the next bytes, (B, AHEAD, 256)."""
 
     def __init__(self):
         super().__init__()
@@ -57,7 +57,7 @@ def byte_host():
 
 @pytest.fixture(scope="module")
 def text():
-    """Windows of the source of a module of the standard library: bytes (N, LENGTH), and the bytes that follow."""
+    """Return windows of the source of a module of the standard library: bytes (N, LENGTH), and the bytes that follow."""
     source = (Path(sysconfig.get_path("stdlib")) / "textwrap.py").read_bytes()
     windows = np.lib.stride_tricks.sliding_window_view(np.frombuffer(source, np.uint8), LENGTH + AHEAD)[:6000:3]
     return windows[:, :LENGTH], windows[:, LENGTH:]
@@ -90,7 +90,7 @@ def test_a_model_of_bytes_learns_to_predict_the_next_ones(text, tmp_path, mappin
 
 
 class Fuse(nn.Module):
-    """An image and the sums of its rows to one vector."""
+    """Maps an image and the sums of its rows to one vector."""
 
     def __init__(self):
         super().__init__()

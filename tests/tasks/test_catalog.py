@@ -11,7 +11,7 @@ from stories import write_text
 
 @pytest.fixture(autouse=True, scope="module")
 def _data(tmp_path_factory):
-    """A small CIFAR-10 and TinyStories, whose files a person brings."""
+    """Write a small CIFAR-10 and TinyStories, whose files a person brings."""
     folder = tmp_path_factory.mktemp("data")
     write_cifar(folder)
     write_text(folder)

@@ -1,4 +1,4 @@
-"""CIFAR-10 from files: what was written is read, and anything else is refused with the file and the mend."""
+"""Check that CIFAR-10 is read from files as it was written, and anything else is refused with the file and the mend."""
 
 import io
 import sys
@@ -140,7 +140,7 @@ def test_a_parquet_copy_with_more_or_fewer_files_than_they_say_is_refused(tmp_pa
 
 
 def write_parquet(folder, records, *, side=32, names=("img", "label"), label=None, form="PNG"):
-    """Both parts as the Hugging Face data set lays them out."""
+    """Write both parts as the Hugging Face data set lays them out."""
     import pyarrow
     from PIL import Image
     from pyarrow import parquet

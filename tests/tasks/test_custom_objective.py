@@ -1,4 +1,4 @@
-"""Losses, metrics, weights and splits of a task's own: what they compute, and what of them is refused."""
+"""Test losses, metrics, weights and splits of a task's own: what they compute, and what of them is refused."""
 
 import re
 import warnings
@@ -46,7 +46,7 @@ def focal(output: Tensor, target: Tensor) -> Tensor:
 
 
 def grown(task: Task, **settings: Any) -> VectorizedEngine:
-    """An engine after eight steps in which seeds incubate, blend and are kept."""
+    """Run an engine for eight steps in which seeds incubate, blend and are kept."""
     engine = VectorizedEngine(task, small_config(**settings))
     engine.run(Script(GROW))
     return engine

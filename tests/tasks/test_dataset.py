@@ -1,4 +1,4 @@
-"""A Dataset is read by real workers as by one process; what raises in one, or ends it, is one sentence."""
+"""Check that real workers read a Dataset as one process does; what raises in one, or ends it, is one sentence."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ HOST = MLP(4, 8, (2,), 3)
 
 
 class Numbered(Dataset):
-    """Examples in other dtypes and layouts than they end up in, and an event at one of them."""
+    """Holds examples in other dtypes and layouts than they end up in, and an event at one of them."""
 
     def __init__(self, at=None, event=None):
         self.at, self.event = at, event

@@ -1,4 +1,4 @@
-"""Image tasks and their host: digits as images, and the CNN that grows on them."""
+"""Test image tasks and their host: digits as images, and the CNN that grows on them."""
 
 import json
 from dataclasses import asdict, replace

@@ -1,4 +1,4 @@
-"""What y may hold: text, categories, truth values and numbers, and what is asked about."""
+"""Test what y may hold: text, categories, truth values and numbers, and what is asked about."""
 
 import inspect
 import re
@@ -28,7 +28,7 @@ def made(y: Any, outputs: int = 3, **options: Any) -> Task:
 
 
 def labels_of(task: Task) -> dict[tuple[float, ...], Any]:
-    """Every example's label by its features, over all splits."""
+    """Return every example's label by its features, over all splits."""
     assert task.classes is not None
     splits = [task.train, task.probe, task.validation, task.test]
     return {

@@ -1,4 +1,4 @@
-"""Fitted transformers of scikit-learn in tasks: applied to raw frames, and saved with networks as plain data."""
+"""Test fitted transformers of scikit-learn in tasks: applied to raw frames, and saved with networks as plain data."""
 
 import json
 

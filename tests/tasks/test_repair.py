@@ -1,4 +1,4 @@
-"""The mixture `repair`: how often each problem is drawn, what a key decides, and what no split shares with another."""
+"""Test the mixture `repair`: how often each problem is drawn, what a key decides, and what no split shares with another."""
 
 import math
 from collections import Counter
@@ -42,7 +42,7 @@ BORDERS = [key for part in RANGES.values() for key in (part[0], part[-1])]
 
 
 def first(count: int = 1, **wanted: object) -> list[Facts]:
-    """The first instances that were drawn so."""
+    """Find the first instances that were drawn so."""
     return [f for f in FACTS if all(getattr(f, name) == value for name, value in wanted.items())][:count]
 
 
@@ -228,7 +228,7 @@ def test_every_digit_is_in_one_pool_and_every_pool_has_its_share_of_each() -> No
 
 
 def pool_rows(x: Tensor) -> set[tuple[float, ...]]:
-    """Digits without the order of their pixels, which differs from instance to instance."""
+    """Sort the pixels of digits, whose order differs from instance to instance."""
     return set(map(tuple, x.sort(dim=1).values.tolist()))
 
 
@@ -380,7 +380,7 @@ def test_blocks_without_a_nonlinearity_are_affine() -> None:
 
 @pytest.fixture
 def population() -> tuple[Stack, list[Instance], list[nn.Module]]:
-    """One host of every damage, in float64, in the leading corners of a stack of the largest."""
+    """Make one host of every damage, in float64, in the leading corners of a stack of the largest."""
     instances = one_of_each_damage()
     stack = Stack(repair().largest(), len(instances), moments=("first_moment", "second_moment"), dtype=torch.float64)
     hosts = []

@@ -1,4 +1,4 @@
-"""Hosts for tokens: what they compute, one by one and stacked, and that no position sees a later one."""
+"""Test hosts for tokens: what they compute, one by one and stacked, and that no position sees a later one."""
 
 import pickle
 from dataclasses import replace

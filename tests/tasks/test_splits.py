@@ -17,7 +17,7 @@ N, SIZES = 120, (60, 25, 15, 20)
 
 
 def examples(count: int = N) -> tuple[Tensor, Tensor]:
-    """The first feature numbers the examples; three classes in unequal shares."""
+    """Make examples whose first feature numbers them, of three classes in unequal shares."""
     x = torch.stack([torch.arange(float(count)), torch.randn(count)], 1)
     return x, torch.arange(count) % 6 % 5 % 3
 

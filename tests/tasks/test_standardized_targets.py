@@ -1,4 +1,4 @@
-"""Targets of a regression that hosts return standardized, while data, metrics and grown networks stay in their units."""
+"""Test targets of a regression that hosts return standardized, while data, metrics and grown networks stay in their units."""
 
 import json
 import warnings
@@ -20,7 +20,7 @@ MEAN, DEVIATION = (150.0, -3.0), (77.0, 0.01)
 
 
 def data(targets=1, examples=240):
-    """Features and targets far from mean 0 and deviation 1; one target is (N,)."""
+    """Draw features and targets far from mean 0 and deviation 1; one target is (N,)."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(examples, 4, generator=generator)
     z = torch.stack([x[:, 0] * x[:, 1] + x[:, 2], x[:, 3] - x[:, 0]], 1)

@@ -1,4 +1,4 @@
-"""A Dataset that is read batch by batch: the same numbers as in memory, bounded memory, and one sentence for what is wrong."""
+"""Check that a Dataset read batch by batch gives the numbers of one in memory, in bounded memory, or says what is wrong."""
 
 import threading
 import weakref
@@ -45,7 +45,7 @@ def both():
 
 
 class Named(Dataset):
-    """Examples of two tensors."""
+    """Gives examples of two tensors."""
 
     def __init__(self, data):
         self.data = data
@@ -104,7 +104,7 @@ def test_a_streamed_dataset_trains_to_the_same_bits_as_in_memory_and_resumes_the
 
 
 class Large(Dataset):
-    """800 MB in examples of 4 KB, made when they are asked for; counts how many of them are alive."""
+    """Makes 800 MB in examples of 4 KB when they are asked for; counts how many of them are alive."""
 
     def __init__(self):
         self.alive = self.most = self.reads = 0
@@ -244,7 +244,7 @@ class Endless(IterableDataset):
 
 
 class Bad(Dataset):
-    """Examples that are sound up to one of them."""
+    """Gives examples that are sound up to one of them."""
 
     def __init__(self, event):
         self.event = event

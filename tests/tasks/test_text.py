@@ -1,4 +1,4 @@
-"""The next byte of Python's own text: what the splits hold, the metric, and runs from the command line."""
+"""Test the next byte of Python's own text: what the splits hold, the metric, and runs from the command line."""
 
 import json
 import math
@@ -25,7 +25,7 @@ TINY = Transformer(vocabulary=256, width=8, layers=2, heads=2, length=16)
 
 
 def tiny():
-    """The task on a host and splits that train in milliseconds."""
+    """Make the task on a host and splits that train in milliseconds."""
     return text_task("tiny-text", "sources", sources(FOLDER), str(FOLDER), TINY, (256, 32, 32, 32))
 
 

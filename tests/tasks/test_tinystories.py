@@ -1,4 +1,4 @@
-"""TinyStories from files: what was written is read, and anything else is refused with the file and the mend."""
+"""Check that TinyStories is read from files as it was written, and anything else is refused with the file and the mend."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""A task of one's own from tokens: windows of a stream, splits that do not overlap, and sentences for what is wrong."""
+"""Test a task of one's own from tokens: windows of a stream, splits that do not overlap, and sentences for what is wrong."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Hosts that were trained before a run begins."""
+"""Test hosts that were trained before a run begins."""
 
 import pytest
 import torch

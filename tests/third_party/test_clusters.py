@@ -1,4 +1,4 @@
-"""Workers on a local Ray cluster, and workers that torchrun starts: the results of runs without them."""
+"""Test workers on a local Ray cluster, and workers that torchrun starts: the results of runs without them."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def ran(folder, *command):
 
 
 def training(folder):
-    """The arguments of a small training whose config is in a folder."""
+    """Return the arguments of a small training whose config is in a folder."""
     (folder / "small.yaml").write_text(json.dumps(SMALL))
     return ["train", "iris", "--config", "small.yaml", "--run", "run"]
 
@@ -59,7 +59,7 @@ def controller(run):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The controller of a training without workers."""
+    """Return the controller of a training without workers."""
     folder = tmp_path_factory.mktemp("alone")
     alone_in(folder, *training(folder))
     return controller(folder / "run")
@@ -80,14 +80,14 @@ def test_a_cluster_trains_the_same_controller(alone, tmp_path, command, options)
 
 
 def evaluation(*settings, instances):
-    """The arguments of a small evaluation."""
+    """Return the arguments of a small evaluation."""
     shown = ["eval", "--tasks", "iris", "--instances", str(instances), "--seeds", "1"]
     shown += ["--baselines", "none", "--set", "data.batch_size=12"]
     return [*shown, *(word for setting in settings for word in ("--set", setting))]
 
 
 def runs(folder):
-    """What the contenders of a record came to, without seconds, and how many workers there were."""
+    """Return what the contenders of a record came to, without seconds, and how many workers there were."""
     record = json.loads((folder / "evaluation.json").read_text())
     found = record["tasks"][0]["runs"]
     for each in found.values():
@@ -97,7 +97,7 @@ def runs(folder):
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    """The record of an evaluation without workers."""
+    """Return the record of an evaluation without workers."""
     folder = tmp_path_factory.mktemp("compared")
     alone_in(folder, *evaluation("steps=2", instances=2), "--out", "alone")
     return runs(folder / "alone")[0]

@@ -1,4 +1,4 @@
-"""Training passes that torch compiles: it takes a C++ compiler and some ten seconds for each plan."""
+"""Test training passes that torch compiles: it takes a C++ compiler and some ten seconds for each plan."""
 
 import copy
 import shutil

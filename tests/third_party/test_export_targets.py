@@ -178,7 +178,7 @@ READERS = {"tensorboard": read_tensorboard, "wandb": read_wandb, "mlflow": read_
 
 
 def exported(folder, target, into, *options):
-    """What the command prints that exports a run: here, where a target is imported once, or where it takes another folder."""
+    """Export a run by the command, here or, where a target needs another folder, in a process; return what it prints."""
     arguments = ["export-events", str(folder), "--to", target, "--into", str(into), *options]
     if target == "trackio":  # has one folder a process
         done = subprocess.run([sys.executable, "-m", "esper", *arguments], capture_output=True, text=True, check=False)
@@ -191,7 +191,7 @@ def exported(folder, target, into, *options):
 
 
 def check_whole(run, folder):
-    """The run in the target has the numbers of the journal, each once and in order, one image and the final table."""
+    """Check that the run in the target has the numbers of the journal, each once and in order, one image and the final table."""
     assert run.curves == curves_of_steps(folder)
     for values in run.curves.values():
         assert np.all(np.diff([x for x, _ in values]) > 0)
@@ -204,7 +204,7 @@ def check_whole(run, folder):
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory):
-    """A run with all exporters that was killed behind its checkpoint, and then continued."""
+    """Grow a run with all exporters that is killed behind its checkpoint, and then continued."""
     folder = tmp_path_factory.mktemp("runs") / "iris"
     settings = SETTINGS | {"telemetry": {"exporters": list(TARGETS)}}
     code = KILLED.replace("SETTINGS", repr(settings))
@@ -308,7 +308,7 @@ def test_the_python_of_the_page_runs_from_top_to_bottom(tmp_path, monkeypatch):
 
 
 def results(folder):
-    """The rows without those on the time that something took, and without numbers and times."""
+    """Return the rows without those on the time that something took, and without numbers and times."""
     rows = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     kinds = ("step", "decision", "lifecycle", "measurement", "rollback", "episode", "evaluation")
     return [{key: row[key] for key in row if key not in ("seq", "time")} for row in rows if row["kind"] in kinds]

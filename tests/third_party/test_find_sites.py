@@ -1,4 +1,4 @@
-"""Sites of the models of Hugging Face's transformers, built from small configurations: nothing is downloaded."""
+"""Find sites of the models of Hugging Face's transformers, built from small configurations: nothing is downloaded."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "sites.md"
 
 
 def row(name, sites):
-    """The row of docs/sites.md: what was found in a model."""
+    """Write the row of docs/sites.md: what was found in a model."""
     blocks = [path for path in sites if " blocks of " in sites.why[path]]
     (block,) = {sites.why[path].partition(" blocks of ")[2].split()[0] for path in blocks}
     found = (

@@ -1,4 +1,4 @@
-"""Models of Hugging Face's transformers live through a whole growth: seeds born, blended, kept, finished, exported."""
+"""Let models of Hugging Face's transformers live through a whole growth: seeds born, blended, kept, finished, exported."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ BATCH = 4
 
 
 def drawn(x):
-    """Another input like x, (BATCH, ...)."""
+    """Draw another input like x, (BATCH, ...)."""
     shape = (BATCH, *x.shape[1:])
     if x.is_floating_point():
         return torch.randn(shape)
@@ -23,7 +23,7 @@ def drawn(x):
 
 
 def host(name):
-    """A model with batches like its example, for classes of images and texts or for tokens."""
+    """Build a model with batches like its example, for classes of images and texts or for tokens."""
     _, example = MODELS[name]()
 
     def batch():
@@ -41,25 +41,25 @@ def host(name):
 
 
 def albert():
-    """One layer for all depths."""
+    """Build a model with one layer for all depths."""
     config = transformers.AlbertConfig(embedding_size=16, hidden_size=16, intermediate_size=32, **HEADS, **TEXT)
     return transformers.AlbertForMaskedLM(config)
 
 
 def mixtral():
-    """Experts, of which each token calls some."""
+    """Build a model of experts, of which each token calls some."""
     experts = {"num_local_experts": 4, "num_key_value_heads": 2, **HEADS, **TEXT, **NO_TOKENS}
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(hidden_size=16, intermediate_size=32, **experts))
 
 
 def mamba():
-    """Layers that carry a state along the sequence."""
+    """Build a model of layers that carry a state along the sequence."""
     config = transformers.MambaConfig(hidden_size=16, state_size=4, num_hidden_layers=2, **TEXT, **NO_TOKENS)
     return transformers.MambaForCausalLM(config)
 
 
 def clip():
-    """Two networks that meet in the loss."""
+    """Build a model of two networks that meet in the loss."""
     sizes = {"hidden_size": 16, "intermediate_size": 32, **HEADS}
     text = {"max_position_embeddings": 16, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **sizes, **TEXT}
     images = {"image_size": 32, "patch_size": 8, **sizes}

@@ -1,4 +1,4 @@
-"""A model of Hugging Face whose inner layers grew is an ordinary one of a config with other widths."""
+"""Check that a model of Hugging Face whose inner layers grew is an ordinary one of a config with other widths."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def batch(key):
 
 
 def grown(blocks):
-    """A GPT-2 in float64 with a kept seed around the inner layers of some blocks, the growth, and its outputs then."""
+    """Grow a GPT-2 in float64 with a kept seed around the inner layers of some blocks; return it, the growth, and its outputs."""
     with drawn_with(0):
         model = MODELS["GPT-2"]()[0].double()
     sites = {}

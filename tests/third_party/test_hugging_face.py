@@ -1,4 +1,4 @@
-"""A model of transformers that grows under its Trainer, and goes on from its checkpoints."""
+"""Test a model of transformers that grows under its Trainer, and goes on from its checkpoints."""
 
 import shutil
 
@@ -24,7 +24,7 @@ STEPS, EVERY = 30, 2
 
 
 def gpt2():
-    """With dropout, so that torch's random state is part of what is resumed."""
+    """Build a GPT-2 with dropout, so that torch's random state is part of what is resumed."""
     sizes = {"n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 24}
     with drawn_with(0):
         return tf.GPT2LMHeadModel(tf.GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
@@ -43,7 +43,7 @@ def batch(key, count=6):
 
 
 class Watch(tf.TrainerCallback):
-    """The stages behind each step."""
+    """Keeps the stages behind each step."""
 
     def __init__(self, growing):
         self.growing, self.seen = growing, {}
@@ -53,7 +53,7 @@ class Watch(tf.TrainerCallback):
 
 
 def trainer_of(folder, callbacks, arguments=None):
-    """A trainer of a fresh model."""
+    """Make a trainer of a fresh model."""
     given = tf.TrainingArguments(
         **{
             "output_dir": str(folder),
@@ -74,7 +74,7 @@ def trainer_of(folder, callbacks, arguments=None):
 
 
 def training(folder, *, arguments=None, watched=False, **options):
-    """A trainer and a callback, as a program would make them anew."""
+    """Make a trainer and a callback, as a program would make them anew."""
     usual = {"controller": Script(LIFE), "every": EVERY, "budget": 9.0, "settings": SETTINGS}
     growing = HuggingFaceGrowth(**{**usual, "probe": [batch(1), batch(2)], **options})
     callbacks = [growing, Watch(growing)] if watched else [growing]
@@ -471,14 +471,14 @@ def test_a_gpt_2_with_blocks_that_grew_is_one_of_its_config(tmp_path):
 
 
 def widening(folder, *, arguments=None, **options):
-    """A trainer whose model becomes wider twice in 30 steps of 96 targets, and a callback."""
+    """Make a trainer whose model becomes wider twice in 30 steps of 96 targets, and a callback."""
     usual = {"example": {"input_ids": batch(1)["input_ids"]}, "ratio": 0.1, "sizes": [1, 2, 4], "warmup": 3}
     growing = HuggingFaceAnytimeGrowth(**usual | options)
     return trainer_of(folder, [growing], arguments), growing
 
 
 def plain(growth):
-    """The state of a growth without NaN, which is not equal to itself, and without the place in its run folder."""
+    """Return the state of a growth without NaN, which is not equal to itself, and without the place in its run folder."""
     state = growth.state_dict()
     progress = {name: value for name, value in state["progress"].items() if name not in ("_beside", "_grown_at")}
     return progress, {name: value for name, value in state.items() if name not in ("progress", "log")}

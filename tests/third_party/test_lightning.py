@@ -1,4 +1,4 @@
-"""A LightningModule that grows under Lightning's Trainer, and goes on from its checkpoints."""
+"""Test a LightningModule that grows under Lightning's Trainer, and goes on from its checkpoints."""
 
 import os
 import subprocess
@@ -40,7 +40,7 @@ def examples(key, count):
 
 
 class Network(nn.Sequential):
-    """With batch normalisation, so that buffers are part of what is resumed."""
+    """Normalises batches, so that buffers are part of what is resumed."""
 
     def __init__(self):
         with drawn_with(0):
@@ -83,7 +83,7 @@ class Classifier(lightning.pytorch.LightningModule):
 def training(
     folder, *, network="", schedule="onecycle", accumulate=1, plain=False, callbacks=(), arguments=None, **options
 ):
-    """A trainer, a module and a callback, as a program would make them anew."""
+    """Make a trainer, a module and a callback, as a program would make them anew."""
     module = Classifier(schedule)
     if plain:
         module.net[3] = nn.Identity()
@@ -100,7 +100,7 @@ def training(
 
 
 def trainer_of(folder, module, callbacks, accumulate=1, arguments=None):
-    """A trainer with the first of some callbacks, a module, and a loader."""
+    """Make a trainer with the first of some callbacks, a module, and a loader."""
     trainer = lightning.pytorch.Trainer(
         default_root_dir=folder,
         accelerator="cpu",
@@ -117,7 +117,7 @@ def trainer_of(folder, module, callbacks, accumulate=1, arguments=None):
 
 
 def widening(folder, *, accumulate=1, plain=False, callbacks=(), arguments=None, **options):
-    """As `training`, for a network that becomes wider twice in 30 steps of 12 targets, or of 24 with accumulation."""
+    """Make what `training` makes, for a network that becomes wider twice in 30 steps of 12 targets, 24 with accumulation."""
     module = Classifier("sequential")
     if plain:
         module.net[3] = nn.Identity()
@@ -147,7 +147,7 @@ def saving(folder):
 
 
 class Watch(lightning.pytorch.Callback):
-    """The stages behind each epoch."""
+    """Keeps the stages behind each epoch."""
 
     def __init__(self, growing):
         self.growing, self.seen = growing, []
@@ -291,7 +291,7 @@ def test_what_cannot_be_followed_is_refused_in_one_sentence(tmp_path, change, se
 
 
 def in_two_processes(tmp_path, loader, made):
-    """The weights and the summary of each of two processes."""
+    """Train in two processes, and return the weights and the summary of each."""
     torch.save(loader.dataset.tensors, tmp_path / "data.pt")
     program = tmp_path / "program.py"
     program.write_text(PROCESSES.format(tests=str(Path(__file__).parent), folder=str(tmp_path), made=made))
@@ -351,7 +351,7 @@ def test_the_trainer_widens_as_a_loop_of_ones_own_does(tmp_path):
 
 
 def plain(growth):
-    """The state of a growth without NaN, which is not equal to itself."""
+    """Return the state of a growth without NaN, which is not equal to itself."""
     state = growth.state_dict()
     progress = {name: value for name, value in state["progress"].items() if name not in ("_beside", "_grown_at")}
     return progress, {name: value for name, value in state.items() if name not in ("progress",)}

@@ -1,4 +1,4 @@
-"""What docs/saving.md shows of Hugging Face runs, and a model that was grown is never saved without a word."""
+"""Run what docs/saving.md shows of Hugging Face; a model that was grown is never saved without a word."""
 
 import re
 from pathlib import Path

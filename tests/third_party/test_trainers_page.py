@@ -1,4 +1,4 @@
-"""What docs/trainers.md shows runs, and prints what it says."""
+"""Check that what docs/trainers.md shows runs, and prints what it says."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ def parts():
 
 
 def run(part):
-    """The names that the python of a part leaves behind."""
+    """Run the python of a part, and return the names that it leaves behind."""
     namespace = {}
     for index, block in enumerate(re.findall(r"^```python\n(.*?)^```", part, re.DOTALL | re.MULTILINE)):
         exec(compile(block, f"{part.splitlines()[0]}, block {index}", "exec"), namespace)

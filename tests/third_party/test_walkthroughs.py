@@ -1,4 +1,4 @@
-"""The walk-through page on a model of Hugging Face's transformers runs."""
+"""Run the walk-through page on a model of Hugging Face's transformers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Attribution: against all permutations, the axioms that name the values, and samples beside the exact values."""
+"""Test attribution: against all permutations, the axioms that name the values, and samples beside the exact values."""
 
 from itertools import combinations, permutations
 from math import factorial
@@ -25,7 +25,7 @@ PLAYERS = range(1, 7)
 
 
 def game(n, envs=3, seed=0):
-    """Values of every coalition, of no structure."""
+    """Draw values of every coalition, without structure."""
     return np.random.default_rng(seed + n).normal(size=(envs, 1 << n))
 
 
@@ -34,13 +34,13 @@ def mask(players):
 
 
 def without(n, *players):
-    """Every coalition of the others."""
+    """List every coalition of the others."""
     others = [i for i in range(n) if i not in players]
     return [mask(some) for size in range(len(others) + 1) for some in combinations(others, size)]
 
 
 def moved(values, n, change):
-    """The same game, its players renamed: player i is now change[i]."""
+    """Reorder the players of a game: player i is now change[i]."""
     masks = [mask(change[i] for i in range(n) if coalition >> i & 1) for coalition in range(1 << n)]
     renamed = np.empty_like(values)
     renamed[:, masks] = values
@@ -254,7 +254,7 @@ def test_values_of_other_coalitions_than_those_asked_for_are_refused():
 
 
 def saturating(n, envs=12, seed=0):
-    """Games in which every player mends a share of what the others leave wrong, as seeds that raise an accuracy do."""
+    """Make games in which every player mends a share of what the others leave wrong, as seeds that raise an accuracy do."""
     left = 1 - np.random.default_rng(seed + n).uniform(0, 0.5, size=(envs, 1, n))
     members = np.arange(1 << n)[:, None] >> np.arange(n) & 1
     return 1 - np.prod(np.where(members, left, 1.0), axis=2)

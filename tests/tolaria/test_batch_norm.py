@@ -1,4 +1,4 @@
-"""BatchNorm in a host of one's own: each environment has its own batch statistics and running statistics."""
+"""Check that BatchNorm in a host of one's own has batch statistics and running statistics for each environment apart."""
 
 import numpy as np
 import pytest

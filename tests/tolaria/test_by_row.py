@@ -1,4 +1,4 @@
-"""A network alone: where it has a ghost, and that it has the bits that it has in any population."""
+"""Test a network alone: where it has a ghost, and that it has the bits that it has in any population."""
 
 from functools import partial
 
@@ -34,13 +34,13 @@ LIFE = {  # environment 0: a seed that is kept, and one that is pruned slowly, p
 
 @pytest.fixture
 def apart(monkeypatch):
-    """Networks of any size run one after another."""
+    """Let networks of any size run one after another."""
     for kind in APART:
         monkeypatch.setitem(APART, kind, 1)
 
 
 def text():
-    """Periodic tokens, and a transformer with two slots whose parameters do not fill lines of 64 bytes."""
+    """Make a task of periodic tokens, and a transformer with two slots whose parameters do not fill lines of 64 bytes."""
     generator = torch.Generator().manual_seed(3)
     x = torch.cumsum(torch.randint(1, 4, (160, 1), generator=generator).expand(-1, 8), 1) % 70
     host = Transformer(vocabulary=70, width=10, layers=2, heads=2, length=7)
@@ -50,7 +50,7 @@ def text():
 
 
 def episode(task, envs, **top):
-    """All that environment 0 goes through, in a population where others grow too."""
+    """Play an episode in which others grow too; return the engine, and all that environment 0 goes through."""
     engine = VectorizedEngine(task, small_config({"probe": {"sensors_every": 3}}, envs=envs, steps=9, **top))
     script, seen = Script({at: decision for at, decision in {**GROW, **LIFE}.items() if at[1] < envs}), []
     view = engine.reset()
@@ -106,7 +106,7 @@ def test_a_small_network_alone_has_no_ghost_and_the_bits_that_it_has_among_other
 
 
 def plain(inputs, width, hidden, classes):
-    """A host of torch's own modules, as a person writes it."""
+    """Build a host of torch's own modules, as a person writes it."""
     segments = [nn.Linear(inputs, width), nn.Sequential(nn.Tanh(), nn.Linear(width, width)), nn.Linear(width, classes)]
     return SegmentedHost(segments, [SlotSpec("middle", after=1, width=width)])
 

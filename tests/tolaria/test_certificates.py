@@ -1,4 +1,4 @@
-"""Certified keeps: levels and tests by their formulas and by simulation, and the looks of an engine at fresh examples."""
+"""Test certified keeps: levels and tests by their formulas and by simulation, and the looks of an engine at fresh examples."""
 
 import copy
 import math
@@ -42,14 +42,14 @@ RUNS = 4000
 
 
 def holding(rows, slots, age=4):
-    """Seeds that are all HOLDING at one age."""
+    """Make seeds that are all HOLDING at one age."""
     seeds = dormant(rows, slots)
     seeds.stage[:], seeds.age[:] = Stage.HOLDING, age
     return seeds
 
 
 def blank(rows, slots, alpha=ALPHA):
-    """Rows of which each has fresh examples and a budget of its own."""
+    """Make certificates of rows, each with fresh examples and a budget of its own."""
     return Certificates.none(np.arange(rows), slots, alpha)
 
 
@@ -57,7 +57,7 @@ SURE = np.inf  # evidence of the probe, in standard errors, that makes a look ta
 
 
 class Examiner:
-    """Runs of some rows that share their fresh examples, whose looks follow each other at once.
+    """Examines runs of some rows that share their fresh examples, whose looks follow each other at once.
 
     `naive` tests every look at alpha; `leak` gives every row a budget of its own. `evidence` is what the probe says of every
     seed; None takes as little of it as a look needs.
@@ -69,7 +69,7 @@ class Examiner:
         self.state = Certificates.none(group, 1, ALPHA)
 
     def verdict(self, differences, row=0):
-        """(runs,) whether a row of each run certifies its differences, (runs, N)."""
+        """Return (runs,) whether a row of each run certifies its differences, (runs, N)."""
         if self.naive:
             self.state = Certificates.none(self.state.group, 1, ALPHA / MOST)
         due = (np.arange(self.runs * self.rows) % self.rows == row)[:, None]
@@ -161,12 +161,12 @@ def test_bets_on_a_seed_that_does_not_help_win_at_most_as_often_as_their_level(k
 
 
 def coins(generator, *shape):
-    """Differences of -1 and 1 with expectation 0."""
+    """Draw differences of -1 and 1 with expectation 0."""
     return generator.choice([-1.0, 1.0], shape)
 
 
 def wandering(generator, examiner, rows):
-    """Seeds whose expectation goes above and below 0 from look to look, on the same examples. Returns false certificates."""
+    """Look at seeds whose expectation crosses 0 from look to look, on the same examples; return the false certificates."""
     RUNS = examiner.runs
     chance, own, false = generator.random((RUNS, 60)), coins(generator, RUNS, 60), np.zeros(RUNS, bool)
     for look in range(12):
@@ -191,7 +191,7 @@ def chosen(generator, examiner, rows):
 
 
 def refuted(false):
-    """Whether so many false certificates have a probability under 1e-4 where one has the probability alpha."""
+    """Return whether so many false certificates have a probability under 1e-4 where one has the probability alpha."""
     return binom.sf(false.sum() - 1, len(false), ALPHA) < 1e-4
 
 
@@ -274,7 +274,7 @@ PLANTED = {(0, env): (Op.GERMINATE, env % 2, 0, 0, 1, 3) for env in range(3)} | 
 
 
 def certified_engine(*layers, **top):
-    """An engine whose seeds are on trial at step 4 and after it, and its client."""
+    """Make an engine whose seeds are on trial at step 4 and after it, and its client."""
     config = small_config({"gates": GATES, "lifecycle": {"max_training_seeds": 2}}, *layers, **{"steps": 12, **top})
     return Journalled(blobs(examples=400, hidden=(1, 1)), config), Script(PLANTED)
 
@@ -287,7 +287,7 @@ def played(engine, client, steps):
 
 
 def watched(population):
-    """The seeds, the seeds that were looked at and the figures of every look of a population, as they are made."""
+    """Record the seeds, the seeds that were looked at and the figures of every look of a population, as they are made."""
     seen, probe = [], population.probe
 
     def probing(seeds, asked):
@@ -387,7 +387,7 @@ def test_an_episode_goes_on_with_the_budget_that_the_last_one_left():
 
 
 def drawn(key):
-    """An instance whose probe examples are moved by its key; of the keys from 10 on, every second one is that of the key 0."""
+    """Make an instance whose probe is moved by its key; of the keys from 10 on, every second example is that of the key 0."""
     task = blobs(examples=400, hidden=(1, 1))
     offset = torch.full((len(task.probe.y), 1), key)
     if key >= 10:

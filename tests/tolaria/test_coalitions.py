@@ -1,4 +1,4 @@
-"""Coalitions of live seeds: each evaluated once, beside the pass of its environment, and equal to a network without the rest."""
+"""Check that coalitions of live seeds are each evaluated once, beside the environment's pass, as a network without the rest."""
 
 import itertools
 
@@ -21,7 +21,7 @@ from populations import Script, blobs, small_config
 
 
 def population(live, slots=6):
-    """A body of four environments with live seeds at the slots that are named for each."""
+    """Build a body of four environments with live seeds at the slots that are named for each."""
     body = make_body(4, hidden=(3,) * slots, dtype=torch.float64)
     seeds = empty(body)
     for env, places in enumerate(live):

@@ -1,4 +1,4 @@
-"""Environments of the mixture `repair`, whose splits have other sizes: each is bitwise the same in any company."""
+"""Check that environments of the mixture `repair`, whose splits differ in size, are bitwise the same in any company."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ STEPS = 10
 
 
 def decided(view):
-    """Random valid decisions that depend on an environment's own instance and masks alone."""
+    """Return random valid decisions that depend on an environment's own instance and masks alone."""
     own = [
         RandomValid().act(
             view._replace(
@@ -39,12 +39,12 @@ def decided(view):
 
 
 def leaves(value):
-    """The arrays of a record, nested or not, in order; scalars as arrays."""
+    """List the arrays of a record, nested or not, in order; scalars as arrays."""
     return [leaf for part in value for leaf in leaves(part)] if isinstance(value, tuple) else [np.asarray(value)]
 
 
 def grown(keys, **top):
-    """All that an episode measures of each instance and all that it trains, by its key, and the stages of its slots."""
+    """Grow by random decisions; return what each instance's episode measures and trains, by key, and the stages of its slots."""
     config = small_config({"probe": {"sensors_every": 2}}, envs=len(keys), steps=STEPS, **top)
     engine = VectorizedEngine(repair(), config)
     view = engine.reset(np.array(keys))
@@ -78,7 +78,7 @@ def assert_bitwise(found, expected):
 
 @pytest.fixture(scope="module", params=["shadow", pytest.param("ste", marks=pytest.mark.slow)])
 def singles(request):
-    """The config of an incubation, and each instance grown with no other."""
+    """Grow each instance with no other; return the config of an incubation, and what each grew to, by key."""
     top = {"lifecycle": {"incubation": request.param, "max_training_seeds": 2}}
     return top, {key: grown((key,), **top) for key in KEYS}
 

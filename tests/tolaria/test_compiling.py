@@ -1,4 +1,4 @@
-"""Training passes as graphs. The graphs run here as they are; tests/third_party/test_compiled.py lets torch compile them."""
+"""Test training passes as graphs. They run here as they are; tests/third_party/test_compiled.py lets torch compile them."""
 
 import copy
 import json

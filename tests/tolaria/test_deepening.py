@@ -1,4 +1,4 @@
-"""Deeper stacks: the network computes what it did, new blocks learn, and what counts blocks follows."""
+"""Test deeper stacks: the network computes what it did, new blocks learn, and what counts blocks follows."""
 
 import copy
 from types import SimpleNamespace
@@ -110,7 +110,7 @@ def test_what_cannot_be_deeper_stays_and_the_reason_is_said(build, given, settin
 
 
 class Windowed(nn.Module):
-    """Two blocks that share a norm, and a number that counts tokens, not blocks."""
+    """Runs two blocks that share a norm, and has a number that counts tokens, not blocks."""
 
     def __init__(self):
         super().__init__()
@@ -135,7 +135,7 @@ def test_blocks_that_share_a_norm_are_added_and_only_what_counts_blocks_follows(
 
 
 class Placed(nn.Module):
-    """A block that knows its place; the first has a further weight, as the bias by distance that all blocks of T5 share."""
+    """Keeps its place; the first has a further weight, as the bias by distance that all blocks of T5 share."""
 
     def __init__(self, place, width=4):
         super().__init__()
@@ -148,7 +148,7 @@ class Placed(nn.Module):
 
 
 class Row(nn.Sequential):
-    """Has an attribute that counts its blocks, as no class of torch has."""
+    """Counts its blocks in an attribute, as no class of torch does."""
 
 
 @pytest.mark.parametrize("widths", [(4, 4, 4), (4, 4), (4, 4, 4, 8)])
@@ -172,7 +172,7 @@ def test_frozen_blocks_are_refused():
 
 
 class Factor(nn.Module):
-    """A branch behind a factor that begins at 0 (ReZero), or behind another branch."""
+    """Puts a branch behind a factor that begins at 0 (ReZero), or behind another branch."""
 
     def __init__(self, product):
         super().__init__()
@@ -265,7 +265,7 @@ class Added(nn.Module):
 
 
 class Staged(nn.Module):
-    """Two stages of two and three blocks, and a config that lists something."""
+    """Runs two stages of two and three blocks, and has a config that lists something."""
 
     def __init__(self, **listed):
         super().__init__()

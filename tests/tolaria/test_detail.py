@@ -1,4 +1,4 @@
-"""The rows of decisions and of measurements say what the engine decided on and measured."""
+"""Check that the rows of decisions and of measurements say what the engine decided on and measured."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ class Seen(Observer):
 
 
 def played(client, config, task=None, level="step"):
-    """The rows of a run by kind, its steps and its engine."""
+    """Play a run; return its rows by kind, its steps and its engine."""
     engine, memory, seen = VectorizedEngine(task or blobs(), config), Memory(), Seen()
     engine.run(client, Journal(engine, Hub([memory], level)), seen)
     return lambda kind: [row for row in memory.rows if type(row) is kind], seen.steps, engine

@@ -1,4 +1,4 @@
-"""Early stopping: which state is kept of a row, when a row and a run stop, and that nothing else changes by it."""
+"""Test early stopping: which state is kept of a row, when a row and a run stop, and that nothing else changes by it."""
 
 import json
 from pathlib import Path
@@ -116,7 +116,7 @@ def test_a_step_with_early_stopping_reads_the_device_once():
 
 
 class Curve:
-    """An EarlyStopping of three rows whose scores are given, without a body."""
+    """Stops three rows early by scores that are given, without a body."""
 
     def __init__(self, patience):
         engine = VectorizedEngine(blobs().sealed(), stopping(patience=patience, steps=50))
@@ -296,7 +296,7 @@ def test_diabetes_at_four_times_the_default_length_is_no_worse_than_at_the_defau
 
 
 def overfit():
-    """Few noisy examples and a wide host: what is learnt long is learnt by heart."""
+    """Make few noisy examples and a wide host: what is learnt long is learnt by heart."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(400, 10, generator=generator)
     y = x[:, 0] + 2 * torch.randn(400, generator=generator)

@@ -1,4 +1,4 @@
-"""The engine: a population is one object, and none of its rows knows of the others."""
+"""Test the engine: a population is one object, and none of its rows knows of the others."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""The data feed: full batches, every example at most once an epoch, and orders that are keyed."""
+"""Test the data feed: full batches, every example at most once an epoch, and orders that are keyed."""
 
 import itertools
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def make(instance, *, examples=23, batch=5, seed=0, episode=0):
-    """A feed of examples that are their own number, at the beginning of an episode."""
+    """Make a feed of examples that are their own number, at the beginning of an episode."""
     numbers = torch.arange(examples)
     split = Split(torch.stack([numbers, -numbers], 1).float(), numbers)
     feed = SharedBatchIterator(
@@ -29,7 +29,7 @@ def make(instance, *, examples=23, batch=5, seed=0, episode=0):
 
 
 def take(feed, batches):
-    """(E, batches, B) the examples that each row saw."""
+    """Return the examples (E, batches, B) that each row saw."""
     return torch.stack([next(feed)[1] for _ in range(batches)], 1)
 
 

@@ -1,4 +1,4 @@
-"""Rows that break are put back, and only they; edits that had better not be made are refused."""
+"""Check that rows that break are put back, and only they; edits that had better not be made are refused."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def played(engine, client, upto, trace=None):
 
 
 def broken_at(step, kind="loss", row=BAD, batch=1, client=None, **config):
-    """An engine of which a row was poisoned in one step, the client, its rows of events, and fingerprints by step."""
+    """Play an engine of which a row is poisoned in one step; return it, its client, its rows of events, and fingerprints."""
     engine, rows = an_engine(**config)
     client, trace = client or Script(GROW), []
     played(engine, client, step, trace)
@@ -51,7 +51,7 @@ def broken_at(step, kind="loss", row=BAD, batch=1, client=None, **config):
 
 
 def uneven(config, host, row, times):
-    """Updates under which the host of one row has another learning rate than all else."""
+    """Make updates under which the host of one row has another learning rate than all else."""
     other = config.model_copy(update={"lr": config.lr * times})
 
     def begin(stack, rows):
@@ -70,7 +70,7 @@ def uneven(config, host, row, times):
 
 
 class Parts:
-    """The updates of rows that stand beside each other."""
+    """Updates rows that stand beside each other."""
 
     def __init__(self, updates):
         self.updates = updates
@@ -178,7 +178,7 @@ def test_what_was_planted_in_the_step_that_failed_was_not_there_before():
 
 
 def test_a_slot_that_was_emptied_since_the_snapshot_holds_its_fossil_again():
-    """A fossil cannot be removed, but a row may be put back across the birth and the end of other seeds."""
+    """Check that a row may be put back across the birth and the end of other seeds, though a fossil cannot be removed."""
     script = {**GROW, (6, 1): (Op.GERMINATE, 1, 0, 0, 2, 3), (7, 1): (Op.PRUNE, 1, 0, 0, 0, 0)}
     engine, client = an_engine(governor={"snapshot_every": 6})[0], Script(script)
     played(engine, client, 6)
@@ -347,7 +347,7 @@ def test_the_governor_is_silent_over_a_training_that_goes_well(name, controller)
 
 @pytest.mark.parametrize("cut", [2, 4])
 def test_a_row_that_was_not_well_at_a_checkpoint_is_put_back_as_it_would_have_been(cut):
-    """The snapshot of such a row is older than the checkpoint, and must be in it."""
+    """Check a row whose snapshot is older than the checkpoint, and must be in it."""
     settings = {"governor": {"confirm_steps": 3, "snapshot_every": 1}, "steps": 20}
 
     def sickly():
@@ -370,7 +370,7 @@ def test_a_row_that_was_not_well_at_a_checkpoint_is_put_back_as_it_would_have_be
 
 
 def test_parameters_that_never_train_are_fixed_in_a_row_that_is_put_back_behind_a_checkpoint():
-    """No row's snapshot is as fresh as the checkpoint, so all that is known of what is fixed stands in it."""
+    """Check rows without a snapshot as fresh as the checkpoint, so that all that is known of what is fixed stands in it."""
 
     def half_frozen():
         host = MLP(inputs=6, width=8, hidden=(3, 5), outputs=3)()
@@ -466,7 +466,7 @@ def test_room_is_weighed_only_where_stacks_grow():
 
 
 def tainted(nonfinite):
-    """An engine of a mixture, whose rows have data of their own, and the examples of one row that turn into NaN."""
+    """Make an engine of a mixture, whose rows have data of their own, with examples of one row that turn into NaN."""
     task = get_task("repair")
     settings = {"envs": 3, "steps": 6, "twin": False, "data": {"nonfinite": nonfinite}, "instances": "training"}
     engine = VectorizedEngine(task.sealed(), build_config(task.defaults, settings))

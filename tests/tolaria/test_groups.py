@@ -1,4 +1,4 @@
-"""Parameters that come to an optimizer late, under every scheduler of torch."""
+"""Test parameters that come to an optimizer late, under every scheduler of torch."""
 
 import copy
 
@@ -44,7 +44,7 @@ class Pair(nn.Module):
 
 
 def sgd(model):
-    """Two groups with rates of their own."""
+    """Make an SGD of two groups with rates of their own."""
     groups = [{"params": model.first.parameters(), "lr": 0.1}, {"params": model.second.parameters(), "lr": 0.04}]
     return torch.optim.SGD(groups, momentum=0.8)
 

@@ -1,4 +1,4 @@
-"""A step in two halves, for populations that are trained from outside in between."""
+"""Test a step in two halves, for populations that are trained from outside in between."""
 
 import copy
 
@@ -14,7 +14,7 @@ from populations import blobs, small_config
 
 
 def same(one, other) -> bool:
-    """Whether two trees hold the same, bit for bit."""
+    """Return whether two trees hold the same, bit for bit."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
     if isinstance(one, list | tuple):
@@ -25,7 +25,7 @@ def same(one, other) -> bool:
 
 @pytest.fixture(scope="module")
 def played():
-    """An engine that took whole steps, and the outcome of each."""
+    """Run an engine for whole steps, and return it with the outcome of each."""
     engine, client = VectorizedEngine(blobs(), small_config()), RandomValid()
     view, outcomes = engine.reset(), []
     for _ in range(6):

@@ -1,4 +1,4 @@
-"""Populations of image hosts: the feed of bytes, positions as examples, and rows that do not depend on each other."""
+"""Test populations of image hosts: the feed of bytes, positions as examples, and rows that do not depend on each other."""
 
 import numpy as np
 import pytest
@@ -81,7 +81,7 @@ def test_examples_that_measure_are_bytes_until_they_are_read_and_are_never_varie
 
 
 def obvious(image, draw, pixels):
-    """One image (H, W, C), pixel by pixel."""
+    """Compute one image (H, W, C), pixel by pixel."""
     height, width, _ = image.shape
     down, right, mirror = ((draw >> bits & 0x7FF) % (2 * pixels.pad + 1) - pixels.pad for bits in (32, 43, 54))
     mirror = pixels.flip and draw >> 54 & 1
@@ -202,7 +202,7 @@ def test_a_step_reads_the_device_once():
 
 
 def floats(dtype):
-    """A task of floating-point images."""
+    """Make a task of floating-point images."""
     split = drawn(160)
     return task_from(
         "floats",
@@ -278,7 +278,7 @@ def test_training_lowers_the_loss():
 
 
 def both_kinds():
-    """A host whose first slot holds maps and whose second holds vectors."""
+    """Build a host whose first slot holds maps and whose second holds vectors."""
     first = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU())
     second = nn.Sequential(PositionMean(), Linear(3, 6), nn.ReLU(), Linear(6, 4))
     slots = [SlotSpec("maps", 0, 3, Kind.MAP), SlotSpec("vectors", 1, 4)]
@@ -310,7 +310,7 @@ def test_a_host_may_have_slots_of_both_kinds(mapping):
 
 
 class Drawing(nn.Module):
-    """A change that draws without being a dropout layer of torch, which vmap cannot map, and remembers in a buffer."""
+    """Draws without being a dropout layer of torch, which vmap cannot map, and remembers in a buffer."""
 
     def __init__(self, channels):
         super().__init__()

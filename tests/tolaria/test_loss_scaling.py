@@ -1,4 +1,4 @@
-"""float16: the scale of each row beside torch's own scaler, rows that overflow, and what the others keep."""
+"""Test float16: the scale of each row beside torch's own scaler, rows that overflow, and what the others keep."""
 
 import copy
 from functools import partial

@@ -1,4 +1,4 @@
-"""Batches in pieces, and activations that are computed again: the same numbers with less memory."""
+"""Test batches in pieces, and activations that are computed again: the same numbers with less memory."""
 
 import gc
 
@@ -22,7 +22,7 @@ from populations import GROW, blobs, small_config, trajectory
 
 
 class Drawing(nn.Module):
-    """Dropout that vmap maps in evaluation mode and not in training mode."""
+    """Drops numbers out in a way that vmap maps in evaluation mode and not in training mode."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ def noise(host):
 
 
 def both(task=None, **config):
-    """Fingerprints of an episode with and without activations that are computed again."""
+    """Return fingerprints of an episode with and without activations that are computed again."""
     config.setdefault("steps", 5)
     made = (small_config(**config, activation_checkpointing=again) for again in (False, True))
     decisions = {at: (one[0], 0, *one[2:]) for at, one in GROW.items()} if task is not None else GROW
@@ -113,13 +113,13 @@ def test_each_piece_has_its_share_its_weights_and_keys_of_its_own():
 
 
 def held_storages():
-    """The storages that tensors in Python hold, by their addresses, which none gets again while the result is kept."""
+    """Return the storages that tensors in Python hold, by their addresses, which none gets again while the result is kept."""
     tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.layout == torch.strided]
     return {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
 
 
 def stored_bytes(**config):
-    """Bytes of the distinct tensors that one pass of training stores at most for its backward pass."""
+    """Count the bytes of the distinct tensors that one pass of training stores at most for its backward pass."""
     engine = VectorizedEngine(blobs(hidden=(32,) * 8), small_config(config, steps=1))
     population, seeds = engine.population, engine.reset().seeds
     population.body.train(True)

@@ -1,4 +1,4 @@
-"""What is missing at a site: the part of the gradient that its layer cannot follow and a bypass can."""
+"""Test what is missing at a site: the part of the gradient that its layer cannot follow and a bypass can."""
 
 from itertools import pairwise
 
@@ -20,7 +20,7 @@ def drawn(*shape, key=0):
 
 
 def network(*widths):
-    """Linear layers with a ReLU between, grafted at the sites that are found, and a batch of random classes of the input."""
+    """Build linear layers with a ReLU between, grafted at the sites found, and a batch of random classes of the input."""
     with drawn_with(1):
         layers = [part for a, b in pairwise(widths) for part in (nn.Linear(a, b), nn.ReLU())][:-1]
         model, x = nn.Sequential(*layers), torch.randn(400, widths[0])

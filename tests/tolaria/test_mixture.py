@@ -1,4 +1,4 @@
-"""Rows of different hosts in one population: each is the same network alone, padded."""
+"""Check that rows of different hosts in one population are each the same network alone, padded."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ LARGEST = DamagedMLP(6, 8, (5, 5), 7, (False, False), (False, False))  # no inst
 
 
 def problem(key):
-    """Instance `key`: clusters of its own number, width and size."""
+    """Make instance `key`: clusters of its own number, width and size."""
     host, sizes = HOSTS[key], SIZES[key]
     generator = torch.Generator().manual_seed(key)
     centres = torch.randn(host.outputs, host.inputs, generator=generator, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Every mode of training at its smallest, with a row that breaks, and after hundreds of births and prunes."""
+"""Test every mode of training at its smallest, with a row that breaks, and after hundreds of births and prunes."""
 
 import gc
 
@@ -70,7 +70,7 @@ def test_a_row_that_is_put_back_goes_on_in_compiled_passes_as_in_eager_ones():
 
 
 def tensors_held():
-    """Bytes of all tensors of this process."""
+    """Count the bytes of all tensors of this process."""
     gc.collect()
     found = [
         each

@@ -1,4 +1,4 @@
-"""Examples that are not finite: found when they are loaded, named, or left out; and found again in a row that went wrong."""
+"""Test examples that are not finite: found when they are loaded, named, or left out; and found in a row that went wrong."""
 
 import re
 from dataclasses import replace
@@ -96,7 +96,7 @@ def test_examples_that_rows_share_are_still_held_once_when_some_are_left_out():
 
 
 def mixture():
-    """Instances of one host; that of key 2 has an example that is not finite."""
+    """Make a mixture of instances of one host; that of key 2 has an example that is not finite."""
 
     def sample(key):
         generator = torch.Generator().manual_seed(key)

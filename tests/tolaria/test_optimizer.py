@@ -1,4 +1,4 @@
-"""Stacked optimizers beside torch's own, a row a network."""
+"""Compare stacked optimizers with torch's own, a row a network."""
 
 from functools import partial
 
@@ -21,7 +21,7 @@ def module():
 
 
 def make(config, rows=ROWS):
-    """A stack whose rows are modules drawn one after the other, its optimizer, and those modules."""
+    """Make a stack whose rows are modules drawn one after the other, its optimizer, and those modules."""
     optimizer = partial(Updates, config=config)
     modules = [module() for _ in range(rows)]
     stack = Stack(modules[0], rows, moments=MOMENTS[config.name], dtype=torch.float64)
@@ -41,7 +41,7 @@ def flat(one):
 
 
 def scaled_loss(y):
-    """Gradients from 1e-3 to 1e3, so that rows differ in whether they are clipped."""
+    """Compute a loss whose gradients go from 1e-3 to 1e3, so that rows differ in whether they are clipped."""
     scale = torch.logspace(-3, 3, len(y), dtype=y.dtype).view(-1, *[1] * (y.dim() - 1))
     return (scale * y.square()).sum()
 
@@ -144,7 +144,7 @@ def test_gradients_become_0_for_the_rows_that_stepped_alone(name):
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_row_moves_alike_bit_for_bit_whatever_rows_stand_beside_it(name, dtype):
-    """By kernels that take several numbers at once: 37 of them, so that some are left over in every row."""
+    """Check with kernels that take several numbers at once: 37 of them, so that some are left over in every row."""
     config = OptimizerConfig(name=name, weight_decay=0.1, max_grad_norm=0.5)
 
     def run(chosen):
@@ -238,7 +238,7 @@ def test_a_parameter_that_is_fixed_in_one_row_moves_in_the_others(name):
 
 @BOTH
 def test_in_float32_the_corrections_of_late_updates_are_exact(name):
-    """Beside torch in float64, after a hundred thousand updates and from the first: relative errors of rounding alone."""
+    """Compare with torch in float64, after a hundred thousand updates and from the first: relative errors of rounding alone."""
     config = OptimizerConfig(name=name, lr=0.01)
     for steps in (0, 100_000):
         moved = []

@@ -1,4 +1,4 @@
-"""Outputs of any shape, in whole populations: labels and targets of several positions, and hosts with a dtype of their own."""
+"""Test outputs of any shape, in whole populations: labels and targets of several positions, and hosts of their own dtype."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ for env in range(2):
 
 
 class Repeated(nn.Module):
-    """Every output as often as asked, (B, C) -> (B, times, C)."""
+    """Repeats every output as often as asked, (B, C) -> (B, times, C)."""
 
     def __init__(self, times):
         super().__init__()
@@ -34,7 +34,7 @@ class Repeated(nn.Module):
 
 
 def host_of(head, times, stacks=False):
-    """A slim host with two slots whose last segment ends with a head."""
+    """Build a slim host with two slots whose last segment ends with a head."""
 
     def host():
         made = blobs(classes=3).host()
@@ -46,7 +46,7 @@ def host_of(head, times, stacks=False):
 
 
 def task_of(labels, host, objective, **options):
-    """The blobs with other labels or targets and another host."""
+    """Make a task of the blobs with other labels or targets and another host."""
     task = blobs(stacks=False)
     parts = {
         name: Split(part.x, labels(part))
@@ -215,7 +215,7 @@ def test_parameters_keep_the_dtype_of_the_host_whatever_that_of_the_data(of_data
 
 
 class Ids(SegmentedHost):
-    """A host that reads whole numbers, (B, L) ids."""
+    """Reads whole numbers, (B, L) ids, as a host."""
 
     def __init__(self, ids=9, length=4):
         head = nn.Linear(8, 3)

@@ -1,4 +1,4 @@
-"""At level debug a row of gradients has the norm of each parameter, and nothing else depends on it."""
+"""Check that at level debug a row of gradients has the norm of each parameter, and that nothing else depends on it."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ class Asking(Observer):
 
 
 def played(level, *, task=None, raise_steps=0, also=(), **top):
-    """The rows of gradients of a run, what was asked for before each step, the engine and the number of device reads."""
+    """Play a run; return its rows of gradients, what was asked for before each step, the engine and the device reads."""
     engine, memory = VectorizedEngine(task or blobs(), small_config(**top)), Memory()
     asking, journal = Asking(engine), Journal(engine, Hub([memory], level, raise_steps=raise_steps))
     with counted_reads() as reads:
@@ -49,7 +49,7 @@ def played(level, *, task=None, raise_steps=0, also=(), **top):
 
 
 def combined(by_name, envs=3):
-    """(E,) square root of the sum of squares; 0 where there is nothing."""
+    """Combine norms by name: (E,) square root of the sum of squares; 0 where there is nothing."""
     squares = [np.nan_to_num(np.square(values)) for values in (by_name or {}).values()]
     return np.sqrt(np.sum(squares, axis=0)) if squares else np.zeros(envs)
 
@@ -80,7 +80,7 @@ def test_the_norms_of_the_parameters_combine_to_the_norm_of_the_network(incubati
 
 
 def slow_norms(engine, env, batches, limit, rate):
-    """Mean gradient norms by name of one network with one seed in slot 0, trained by itself with plain SGD."""
+    """Compute mean gradient norms by name of one network with one seed in slot 0, trained by itself with plain SGD."""
     state, population = engine.state, engine.population
     host, seed = blobs(dtype=torch.float64).host(), population.body.seed_module(state.seeds, env, 0)
     population.body.host.read(env, host)
@@ -219,7 +219,7 @@ def test_parameters_that_do_not_train_have_no_norms():
 
 
 class Leaving(Progress):
-    """A watch that ends the run in its fourth step, as an error would."""
+    """Ends the run in its fourth step, as an error would."""
 
     steps = 0
 

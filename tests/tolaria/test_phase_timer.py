@@ -1,4 +1,4 @@
-"""The seconds of phases, on a device that is behind the process too."""
+"""Test the seconds of phases, on a device that is behind the process too."""
 
 import math
 
@@ -10,7 +10,7 @@ from esper.tolaria.runtime import HostMoment, PhaseTimer, describe_gpu, driver_v
 
 
 class Device:
-    """A device that works for a second on each phase, and begins when it is told to catch up."""
+    """Runs for a second on each phase, as a device, and begins when it is told to catch up."""
 
     def __init__(self):
         self.given, self.passed = 0.0, 0.0
@@ -20,7 +20,7 @@ class Device:
 
 
 class DeviceMoment(HostMoment):
-    """A moment of that device, as `torch.cuda.Event` is one of a GPU."""
+    """Marks a moment of that device, as `torch.cuda.Event` marks one of a GPU."""
 
     def __init__(self, device):
         self.device, self.time = device, device.given

@@ -1,4 +1,4 @@
-"""The loop that plays: what observers see, where it ends, and what an error leaves."""
+"""Test the loop that plays: what observers see, where it ends, and what an error leaves."""
 
 import numpy as np
 import pytest

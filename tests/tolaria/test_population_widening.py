@@ -1,4 +1,4 @@
-"""All rows of a population become wider together: what they compute, with their seeds and snapshots, and what is refused."""
+"""Test rows of a population that become wider together: what they compute, with seeds and snapshots, and what is refused."""
 
 import numpy as np
 import pytest
@@ -28,14 +28,14 @@ LIVES = {  # at step 6 environment 0 has a seed that blends in, 1 one that is ke
 
 
 def own_task(host, shape, menu, whole=False):
-    """A task in float64 for a host; of whole numbers for tokens, each of which has a label."""
+    """Make a task in float64 for a host; of whole numbers for tokens, each of which has a label."""
     x = torch.randn(90, *shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     x, y = ((x.abs() * 3).long().clamp(max=2), (x > 0).long() + (x > 1)) if whole else (x, torch.arange(90) % 3)
     return task_from("own", x, y, host=lambda: host().to(torch.float64), classes=3, menu=menu)
 
 
 def computed(engine, seeds, x):
-    """What every row computes for x (B, ...): at its doses, with incubating seeds switched on, and as it is exported."""
+    """Return what every row computes for x (B, ...): at its doses, with incubating seeds switched on, and as it is exported."""
     body, found = engine.population.body, []
     body.train(False)
     switched_on = np.where(seeds.stage == Stage.TRAINING, np.float32(1), doses(seeds))

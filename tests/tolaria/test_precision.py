@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def native(monkeypatch):
-    """A processor that is said to multiply bfloat16; torch computes it on any, only slower."""
+    """Let the processor count as one that multiplies bfloat16; torch computes it on any, only slower."""
     monkeypatch.setattr(runtime, "multiplies_bfloat16", lambda device: True)
 
 

@@ -1,4 +1,4 @@
-"""Batches that are read ahead: the same bits however they are read, a sentence for what goes wrong, and nothing left behind."""
+"""Test batches that are read ahead: the same bits however they are read, a sentence for what goes wrong, nothing left behind."""
 
 import gc
 import multiprocessing
@@ -48,7 +48,7 @@ AHEAD = [(0, 0), (5, 0), (2, 2), *(pytest.param(*each, marks=SLOW) for each in (
 
 
 class Examples(Dataset):
-    """Examples, of which one is what `event` returns: that after `after` others of a process that reads batches."""
+    """Gives examples, of which one is what `event` returns: that after `after` others of a process that reads batches."""
 
     def __init__(self):
         self.x = torch.randn(1200, 6, generator=torch.Generator().manual_seed(0))
@@ -74,7 +74,7 @@ def task_of(dataset, workers=0, event=None, after=0):
 
 
 def played(engine, steps):
-    """The state after so many steps, without the counters of all episodes."""
+    """Play so many steps, and return the state without the counters of all episodes."""
     client = RandomValid()
     for _ in range(steps):
         engine.step(client.act(engine.view()))
@@ -88,7 +88,7 @@ def config_of(ahead, **more):
 
 @pytest.fixture(scope="module")
 def straight():
-    """What a population becomes in eight steps, and its state after three, with batches that are read when they are needed."""
+    """Return a population after eight steps, and its state after three, with batches that are read when they are needed."""
     engine = VectorizedEngine(task_of(Examples()), config_of(0))
     engine.reset()
     played(engine, 3)
@@ -216,7 +216,7 @@ def test_a_process_ends_well_while_a_batch_is_read_within_torch(workers):
 
 
 def with_workers(steps):
-    """An engine after some steps, and the two workers that read for it."""
+    """Run an engine for some steps, and return it with the two workers that read for it."""
     gc.collect()
     before = multiprocessing.active_children()
     engine = VectorizedEngine(task_of(Examples(), 2), config_of(2))
@@ -228,7 +228,7 @@ def with_workers(steps):
 
 
 def ended(workers):
-    """Whether the workers end within a minute; asked again, as one that the thread has just waited for counts as alive."""
+    """Return whether the workers end within a minute; asked again, as one that the thread has just waited for counts as alive."""
     end = time.monotonic() + 60
     while (alive := any(worker.is_alive() for worker in workers)) and time.monotonic() < end:
         time.sleep(0.01)
@@ -360,7 +360,7 @@ def raises():
 
 @pytest.fixture(scope="module")
 def grown():
-    """The summary of a run whose examples can all be read."""
+    """Return the summary of a run whose examples can all be read."""
     return esper.grow(task_of(Examples()), SETTINGS, controller="random-valid", progress=False)
 
 
@@ -500,7 +500,7 @@ def test_a_dataset_that_blocks_is_said_once_and_changes_nothing(straight, monkey
 
 @pytest.mark.parametrize(("seconds", "is_said"), [(1.0, True), (0.0, False)])
 def test_a_thread_that_takes_the_processor_of_python_is_said(recwarn, monkeypatch, seconds, is_said):
-    """A clock of the test's own: what a thread takes of a real processor depends on what else it does."""
+    """Check with a clock of the test's own: what a thread takes of a real processor depends on what else it does."""
     clock = count(0.0, seconds)
     monkeypatch.setattr(reading, "thread_time", lambda: next(clock))
     engine = VectorizedEngine(task_of(Examples()), config_of(2))

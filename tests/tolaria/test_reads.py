@@ -1,4 +1,4 @@
-"""A step reads the device once, whatever the population is."""
+"""Check that a step reads the device once, whatever the population is."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from thinning import thinned
 
 
 def grown(envs, slots, live, incubation="shadow", device="cpu"):
-    """An engine whose environments have `live` seeds each at the next decision, and a client that waits."""
+    """Make an engine whose environments have `live` seeds each at the next decision, and a client that waits."""
     menu = ("bypass-mlp", "mlp-small", "bypass-linear")
     lifecycle = {"max_seeds": 8, "max_training_seeds": 8, "incubation": incubation}
     config = small_config(envs=envs, steps=40, lifecycle=lifecycle, probe={"sensors_every": 1}, device=device)

@@ -1,4 +1,4 @@
-"""Growth sensors: against one network at a time written plainly, what padding changes, and the cases one can foretell."""
+"""Test growth sensors: against one network at a time written plainly, what padding changes, and the cases one can foretell."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ BLIND = [index for index, sensor in enumerate(SENSORS) if sensor.name in NAMES]
 
 
 def growth_sensors(*parts):
-    """The sensors that need no intact network."""
+    """Compute the sensors that need no intact network."""
     return sensors.growth_sensors(*parts)[..., BLIND]
 
 
@@ -42,7 +42,7 @@ def normal(seed):
 
 
 def draw(seed, examples, dtype=torch.float64):
-    """What the slots of one network see of some examples; a feature beyond its width is 0."""
+    """Draw what the slots of one network see of some examples; a feature beyond its width is 0."""
     weight, noise = normal(0), normal(seed)
 
     def true(name, s, values):
@@ -67,7 +67,7 @@ def truth(dtype=torch.float64):
 
 @pytest.fixture
 def samples():
-    """Two samples of every slot, without and with rows that have fewer examples."""
+    """Draw two samples of every slot, without and with rows that have fewer examples."""
     return draw(1, N), draw(2, M)
 
 
@@ -75,18 +75,18 @@ FIELDS = Sample._fields[:5]
 
 
 def each(sample, change):
-    """A sample with every tensor of it changed."""
+    """Change every tensor of a sample."""
     return sample._replace(**{field: change(getattr(sample, field)) for field in FIELDS})
 
 
 def with_padding(samples, counts, fill=0.0):
-    """The same samples, of which only the first examples of each row are real."""
+    """Return the same samples, of which only the first examples of each row are real."""
     real = torch.arange(samples[0].stream.shape[1]) < torch.tensor(counts)[:, None]
     return [each(s, lambda values: torch.where(real[..., None], values, fill))._replace(real=real) for s in samples]
 
 
 def plain_ridge(f, g, f_held, g_held):
-    """Least squares with one row of the ridge for each feature; the energy taken from the residuals."""
+    """Fit least squares with one row of the ridge for each feature; the energy is taken from the residuals."""
     f, f_held = (np.concatenate([np.ones((len(a), 1)), a], 1) for a in (f, f_held))
     n, width = f.shape
     ridge = 1e-2 * np.mean([np.mean(f[:, i] ** 2) for i in range(width)]) + 1e-6
@@ -102,7 +102,7 @@ def plain_participation(h):
 
 
 def plain(train, held, row, s, counts):
-    """The sensors of one slot of one network, cut to what is real of it."""
+    """Compute the sensors of one slot of one network, cut to what is real of it."""
 
     def cut(sample, name, count):
         return getattr(sample, name)[row, :count].double().numpy()[:, : WIDTHS[name][s][row]]

@@ -1,4 +1,4 @@
-"""Environments that are split over several populations: each grows as it does in one population of all."""
+"""Check that environments that are split over several populations each grow as they do in one population of all."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ EAGER = {"plant_below": 2.0, "weak_below": 2.0, "holding_patience": 1, "training
 
 
 def sampling(engine, config):
-    """A policy that has learnt nothing, and draws its decisions."""
+    """Make a policy that has learnt nothing, and draws its decisions."""
     learner = PPO(Policy.fresh(Language.of([engine.space]), 3), config.ppo, config.seed)
     return SimicClient(learner, get_reward(config.reward))
 
@@ -32,7 +32,7 @@ CLIENTS = {
 
 
 def grown(task, client, first, envs, **over):
-    """By step: decisions (heads, E), stages and metrics of the environments first, first + 1, ..."""
+    """Return by step: decisions (heads, E), stages and metrics of the environments first, first + 1, ..."""
     config = small_config({"heuristic": EAGER}, envs=envs, first_instance=first, steps=STEPS, **over)
     engine = VectorizedEngine(task, config)
     chosen, view, seen = CLIENTS[client](engine, config), engine.reset(), []

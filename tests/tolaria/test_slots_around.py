@@ -1,4 +1,4 @@
-"""Episodes of populations whose seeds go around several segments: bits, snapshots, sensors and every way to run a pass."""
+"""Test populations whose seeds go around several segments: bits, snapshots, sensors and every way to run a pass."""
 
 import json
 
@@ -31,7 +31,7 @@ STE = {"lifecycle": {"incubation": "ste", "isolation": "isolated"}, "data": {"ba
 
 
 def episode(task, envs=3, **top):
-    """The engine at the end of an episode, and all that environment 0 went through."""
+    """Play an episode; return the engine at its end, and all that environment 0 went through."""
     config = small_config({"probe": {"sensors_every": 2}}, envs=envs, steps=STEPS, **top)
     engine, script, seen = VectorizedEngine(task, config), Script(GROW | LIFE), []
     view = engine.reset()

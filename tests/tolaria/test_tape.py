@@ -35,7 +35,7 @@ CASES = {
 
 
 def grown(name: str, settings: dict[str, object]) -> tuple[list[torch.Tensor], int]:
-    """The parameters and gradient norms at the end of an episode of random decisions, and how many seeds were ever planted."""
+    """Return the parameters and gradient norms after an episode of random decisions, and how many seeds were ever planted."""
     task = get_task(name)
     engine = VectorizedEngine(task, build_config(task.defaults, {"steps": 8, "device": "cpu"}, FREE, settings))
     engine.reset()

@@ -31,7 +31,7 @@ def uncompiled(monkeypatch):
 
 
 def grown(decisions=LIVE_AND_INCUBATING, **options):
-    """An engine with a live and an incubating seed, the route of its next pass, and a batch with weights and factors."""
+    """Make an engine with a live and an incubating seed, the route of its next pass, and a batch with weights and factors."""
     config = small_config(steps=4, **options)
     engine, *_ = trajectory(config, decisions)
     seeds, body, feed = engine.state.seeds, engine.population.body, engine.population.feed
@@ -47,7 +47,7 @@ def grown(decisions=LIVE_AND_INCUBATING, **options):
 
 
 def added(engine, route, batch, mode, times=2):
-    """Losses of a pass, and the gradients of every stack after some passes over one batch."""
+    """Return the losses of a pass, and the gradients of every stack after some passes over one batch."""
     passes, body = engine.population.passes, engine.population.body
     stacks = [body.host, *body.stacks.values()]
     for stack in stacks:
@@ -119,7 +119,7 @@ def test_a_parameter_of_rows_is_turned_back_into_their_columns(shape):
 
 
 class Tied(nn.Module):
-    """Two maps of one weight, and a third parameter that nothing reads."""
+    """Maps twice by one weight, and has a third parameter that nothing reads."""
 
     stacks = True
 
@@ -151,7 +151,7 @@ def test_a_parameter_that_two_segments_share_gets_both_gradients():
 
 
 def test_a_recorded_pass_reads_the_body_where_it_is_and_each_batch_and_is_recorded_anew_where_the_body_moved():
-    """CUDA alone has graphs; here the record calls the pass again, on the tensors with which it was recorded."""
+    """Check without CUDA, which alone has graphs: the record calls the pass again, on the tensors with which it was recorded."""
 
     def again(run, tensors, pool):
         results = [each.clone() for each in run(*tensors)]

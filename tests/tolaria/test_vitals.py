@@ -1,4 +1,4 @@
-"""What is found of a row's numbers, by hand and against the obvious version."""
+"""Check what is found of a row's numbers, by hand and against the obvious version."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ ROWS = 2
 
 
 def signs(**changed):
-    """Of two healthy rows; a value is that of row 0, row 1 stays as it is."""
+    """Make signs of two healthy rows; a value is that of row 0, row 1 stays as it is."""
     fields = {
         "loss": 1.0,
         "metric": 0.8,
@@ -30,7 +30,7 @@ def signs(**changed):
 
 
 def seen(*steps, config=CONFIG):
-    """What is found in the last of some steps, after fresh networks."""
+    """Return what is found in the last of some steps, after fresh networks."""
     history, found = VitalHistory.begin(signs(train_loss=np.nan, loss=2.0), config), None
     for step in steps:
         history, found = examine(history, step, config)

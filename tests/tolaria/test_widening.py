@@ -1,4 +1,4 @@
-"""Wider hidden layers: the network computes what it did, goes on learning, and is an ordinary network of these widths."""
+"""Test wider hidden layers: the network computes what it did, goes on learning, and is an ordinary network of these widths."""
 
 import copy
 import gc
@@ -17,7 +17,7 @@ from esper.leyline.errors import InputError
 
 
 class Gated(nn.Module):
-    """A residual stream without norms, and a gated feed-forward on it."""
+    """Runs a residual stream without norms, and a gated feed-forward on it."""
 
     def __init__(self, inner=6, stream=8):
         super().__init__()
@@ -30,7 +30,7 @@ class Gated(nn.Module):
 
 
 class Normalised(Gated):
-    """The same with a norm over the stream, which depends on its width."""
+    """Runs the same with a norm over the stream, which depends on its width."""
 
     def __init__(self):
         super().__init__()
@@ -78,7 +78,7 @@ NETWORKS = {
 
 
 def trained(build, shape, optimizer=torch.optim.AdamW):
-    """A network in float64, an input, an optimizer that has taken steps, and a moving average."""
+    """Train a network in float64, and return it with an input, its optimizer, and a moving average."""
     torch.manual_seed(0)
     model, x = build().double(), torch.randn(shape, dtype=torch.float64)
     made, average = optimizer(model.parameters(), lr=1e-2), AveragedModel(model)
@@ -322,7 +322,7 @@ def test_any_function_of_each_feature_by_itself_is_passed(function):
 
 
 class Branches(nn.Module):
-    """Has a second layer behind the hidden features, which runs in training mode alone."""
+    """Holds a second layer behind the hidden features, which runs in training mode alone."""
 
     def __init__(self):
         super().__init__()

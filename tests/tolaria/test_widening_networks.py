@@ -1,4 +1,4 @@
-"""Whole networks of many kinds become twice as wide, compute what they did, and learn on in every part that is new."""
+"""Check that whole networks of many kinds become twice as wide, compute what they did, and learn on in every part that is new."""
 
 import copy
 import itertools
@@ -20,7 +20,7 @@ from esper.leyline.errors import GrowthWarning, InputError
 
 
 class RMSNorm(nn.Module):
-    """A norm of a person's own."""
+    """Normalises by the root mean square, as a class of a person's own."""
 
     def __init__(self, width):
         super().__init__()
@@ -31,7 +31,7 @@ class RMSNorm(nn.Module):
 
 
 class OneMoreNorm(nn.Module):
-    """A norm that multiplies by 1 + its weight, as in Gemma."""
+    """Multiplies by 1 + its weight when it normalises, as in Gemma."""
 
     def __init__(self, width):
         super().__init__()
@@ -42,7 +42,7 @@ class OneMoreNorm(nn.Module):
 
 
 class RootEmbedding(nn.Embedding):
-    """An embedding that multiplies by the root of its width, in an attribute and in a buffer."""
+    """Multiplies by the root of its width, in an attribute and in a buffer, as an embedding does."""
 
     def __init__(self, number, width):
         super().__init__(number, width)
@@ -54,7 +54,7 @@ class RootEmbedding(nn.Embedding):
 
 
 class PlainNorm(nn.Module):
-    """A norm without parameters, as in OLMo."""
+    """Normalises without parameters, as in OLMo."""
 
     def __init__(self, width):
         super().__init__()
@@ -65,7 +65,7 @@ class PlainNorm(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block with one matrix for queries, keys and values."""
+    """Runs a transformer block with one matrix for queries, keys and values."""
 
     def __init__(self, width, heads, norm):
         super().__init__()
@@ -103,7 +103,7 @@ class GPT(nn.Module):
 
 
 class SharedKeys(nn.Module):
-    """Attention in which two heads share keys and values, and normalise each head's queries."""
+    """Shares keys and values between two heads, and normalises each head's queries."""
 
     def __init__(self):
         super().__init__()
@@ -123,7 +123,7 @@ class SharedKeys(nn.Module):
 
 
 class Short(nn.Module):
-    """Attention whose number of heads has a name of one letter."""
+    """Attends with heads whose number has a name of one letter."""
 
     def __init__(self):
         super().__init__()
@@ -138,7 +138,7 @@ class Short(nn.Module):
 
 
 class NormedHeads(SharedKeys):
-    """Queries and keys are normalised over all heads together, by a norm of torch and one of a person's own, as in OLMo 2."""
+    """Normalises queries and keys over all heads together, by torch's norm and one of a person's own, as in OLMo 2."""
 
     def __init__(self):
         super().__init__()
@@ -156,7 +156,7 @@ class NormedHeads(SharedKeys):
 
 
 class ByHead(SharedKeys):
-    """Queries, keys and values of each head stand beside each other, as in GPT-NeoX."""
+    """Puts queries, keys and values of each head beside each other, as in GPT-NeoX."""
 
     def __init__(self):
         super().__init__()
@@ -181,7 +181,7 @@ class Functional(ByHead):
 
 
 class Slopes(ByHead):
-    """Biases of attention by distance have slopes that depend on the number of heads, as in Bloom (ALiBi)."""
+    """Adds biases of attention by distance with slopes that depend on the number of heads, as in Bloom (ALiBi)."""
 
     def slopes(self):
         return 2.0 ** (-8 / self.num_heads * torch.arange(1, self.num_heads + 1))
@@ -195,7 +195,7 @@ class Slopes(ByHead):
 
 
 class ScaledLogits(SharedKeys):
-    """A bias for each head, two embeddings with one weight, of which one runs, and logits over a root of the width (T5)."""
+    """Adds a bias for each head; has two embeddings of one weight, of which one runs; divides logits by a root of width (T5)."""
 
     def __init__(self):
         super().__init__()
@@ -279,7 +279,7 @@ class Cells(nn.Module):
 
 
 class OneHead(nn.Module):
-    """Attention of one head between the places of a map, whose channels stand in front of the places (SAGAN)."""
+    """Attends by one head between the places of a map, whose channels stand in front of the places (SAGAN)."""
 
     def __init__(self):
         super().__init__()
@@ -294,7 +294,7 @@ class OneHead(nn.Module):
 
 
 class OnGraph(nn.Module):
-    """Attention between neighbours in a graph, by scores of two nodes (GAT), and a score of each node at the end."""
+    """Attends to neighbours in a graph, by scores of two nodes (GAT), and scores each node at the end."""
 
     def __init__(self):
         super().__init__()
@@ -310,7 +310,7 @@ class OnGraph(nn.Module):
 
 
 class Queries(nn.Module):
-    """Learned queries read the places, and what they read is added to them (Perceiver); one more query reads those (PMA)."""
+    """Reads the places by learned queries, and adds what they read to them (Perceiver); one more query reads those (PMA)."""
 
     def __init__(self):
         super().__init__()
@@ -327,7 +327,7 @@ class Queries(nn.Module):
 
 
 class Mixer(nn.Module):
-    """One part mixes the places of each feature, another the features of each place, and a third gates by places (gMLP)."""
+    """Mixes places of each feature in one part, features of each place in another, and gates by places in a third (gMLP)."""
 
     def __init__(self):
         super().__init__()
@@ -345,7 +345,7 @@ class Mixer(nn.Module):
 
 
 class Tied(nn.Module):
-    """A language model whose last layer has the weight of its embedding."""
+    """Predicts tokens by a last layer that has the weight of the embedding."""
 
     def __init__(self):
         super().__init__()
@@ -378,7 +378,7 @@ class ViT(nn.Module):
 
 
 class TwoTokens(ViT):
-    """The head reads the token of the class and the mean of the others side by side, as in DINOv2."""
+    """Reads the token of the class and the mean of the others side by side in its head, as in DINOv2."""
 
     def __init__(self):
         super().__init__()
@@ -398,7 +398,7 @@ class Gemma(GPT):
 
 
 class Translation(nn.Module):
-    """An encoder and a decoder behind one table of positions, which is a buffer."""
+    """Runs an encoder and a decoder behind one table of positions, which is a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -456,7 +456,7 @@ NETWORKS = {
 
 
 def trained(name):
-    """A network in float64 whose parameters have all been trained, its input, and a moving average."""
+    """Train all parameters of a network in float64; return it, its input, and a moving average."""
     build, given, _ = NETWORKS[name]
     torch.manual_seed(0)
     model = build().double()
@@ -725,7 +725,7 @@ def test_a_network_grows_twice_and_by_other_factors():
 
 
 def test_a_layer_behind_features_whose_number_is_written_down_is_wider_without_them():
-    """The map that a generator begins with has a written number of channels, and transposed convolutions further on have not."""
+    """Check a generator whose first map has a written number of channels, and whose later transposed convolutions have none."""
     model = nn.Sequential(
         nn.Linear(4, 24),
         nn.Unflatten(1, (6, 2, 2)),
@@ -765,7 +765,7 @@ class Counted(Own):
 
 
 class Remembering(Counted):
-    """Has a recurrent layer, whose list of weights changes in place."""
+    """Holds a recurrent layer, whose list of weights changes in place."""
 
     def __init__(self):
         super().__init__()
@@ -777,7 +777,7 @@ class Remembering(Counted):
 
 
 class Rounded(RMSNorm):
-    """A norm that computes in a precision of its own, as those of transformers do."""
+    """Computes its norm in a precision of its own, as those of transformers do."""
 
     def __init__(self, width, dtype):
         super().__init__(width)
@@ -819,7 +819,7 @@ class Skipping(Own):
 
 
 class ByWidth(nn.Module):
-    """Attention whose logits are scaled by the width of the model, and not by that of a head."""
+    """Scales the logits of attention by the width of the model, and not by that of a head."""
 
     def __init__(self, dim=8, heads=2):
         super().__init__()
@@ -865,7 +865,7 @@ class Listed(nn.Module):
 
 
 class NormedSkip(nn.Module):
-    """A layer with a norm of its weight, whose widths are those of the network."""
+    """Normalises the weight of a layer whose widths are those of the network."""
 
     def __init__(self):
         super().__init__()
@@ -920,7 +920,7 @@ def test_a_network_that_cannot_be_wider_stays_and_the_reason_is_said(build, reas
 
 
 class PlainResidual(nn.Module):
-    """A residual branch without norms, whose layer writes the features that it reads."""
+    """Adds a residual branch without norms, whose layer writes the features that it reads."""
 
     def __init__(self):
         super().__init__()
@@ -951,7 +951,7 @@ def test_the_row_of_padding_stays_zero():
 
 
 class Chunked(SharedKeys):
-    """Attention whose numbers of tokens are those of its features or heads by chance."""
+    """Attends to as many tokens as it has features or heads, by chance."""
 
     def __init__(self):
         super().__init__()
@@ -966,7 +966,7 @@ def test_numbers_that_count_no_features_stay():
 
 
 class Masked(PlainResidual):
-    """Has a token in the place of masked features, and a head that is not used here."""
+    """Holds a token for the place of masked features, and a head that is not used here."""
 
     def __init__(self):
         super().__init__()
@@ -1056,7 +1056,7 @@ def test_a_second_optimizer_that_would_go_on_with_old_parameters_is_named():
 
 
 class Stack(nn.Module):
-    """A stack of two blocks with a residual stream."""
+    """Stacks two blocks with a residual stream."""
 
     def __init__(self):
         super().__init__()
@@ -1088,7 +1088,7 @@ def test_all_optimizers_of_a_list_follow_a_wider_and_a_deeper_network(recwarn):
     assert len(group["params"]) == len({id(each) for each in group["params"]}) == 2 + 2 * 4
 
     class Combined(torch.optim.Optimizer):
-        """Steps two optimizers of its own."""
+        """Updates by two optimizers of its own."""
 
         def __init__(self, parts):
             super().__init__([each for part in parts for group in part.param_groups for each in group["params"]], {})
