@@ -1,4 +1,4 @@
-"""What the repository says about itself."""
+"""Check what the repository says about itself."""
 
 import ast
 import re
@@ -14,18 +14,22 @@ from esper.leyline.distribution import EXTRAS
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SOURCES = sorted((ROOT / "src" / "esper").rglob("*.py"))
-DESCRIBED = [path for root in ("src", "bench/src", "bench/tests") for path in sorted((ROOT / root).rglob("*.py"))]
+DESCRIBED = [
+    path
+    for root in ("src", "tests", "examples", "bench/src", "bench/tests")
+    for path in sorted((ROOT / root).rglob("*.py"))
+]
 """Files whose docstrings all begin with a verb."""
 DISTRIBUTIONS = {"PIL": "pillow"}
 """Of modules that have another name than what pip installs."""
 VERBS = """
-add advance answer append apply ask attach attribute average be begin blend bound build cache call carry certify
+add advance answer append apply ask attach attend attribute average be begin blend bound build cache call carry certify
 change check choose classify close combine compare compile complete compute concatenate connect consolidate continue
-convert copy correct count create credit cut damage decide decode define derive describe detect differentiate digest
+convert convolve copy correct count create credit cut damage decide decode define derive describe detect differentiate digest
 divide do draw drop edit emit empty end enter estimate evaluate examine exchange expand explain export fill find
 finish fit flatten flush fold follow forget frame free freeze fuse give go group grow handle heal hear help hold
 ignore imitate import incubate interpolate issue iterate join judge keep kill learn leave let list load lock look make
-map mark measure merge move multiply name normalise note notice number observe offer open order pack pad pair parse
+map mark measure merge mix move multiply name normalise note notice number observe offer open order pack pad pair parse
 pass pay pick pickle place plan plant play predict print probe propose pull put queue raise rank reactivate read
 rebuild receive recognise record refuse register release remove reorder repair repeat replace report restore resume
 return reward rewrite roll round run sample save say scale score search seed select send separate serve set shard
@@ -66,7 +70,7 @@ def test_every_package_says_what_it_is_in_one_line(path):
 
 
 def test_the_docstring_of_every_module_class_and_function_begins_with_a_verb():
-    """A class does something, and a function is told to. Nouns name the arguments of a constructor, and properties."""
+    """Check that a class does something, and a function is told to. Nouns name the arguments of a constructor, and properties."""
     verbs = set(VERBS.split())
     for path in DESCRIBED:
         for node in ast.walk(ast.parse(path.read_text())):
