@@ -1,10 +1,12 @@
-"""What PPO alone, without a teacher, reaches on trained hosts with damage, by episodes and by seconds.
+"""Measure what PPO reaches on trained hosts with damage, alone or after imitation of the trees, by episodes and by seconds.
 
     python bench/scripts/study_heal_ppo.py OUT --seeds 5 --rounds 60 --page FILE
+    python bench/scripts/study_heal_ppo.py OUT --seeds 10 --taught 10 --rounds 60 --first 96
 
 A training draws new instances of `heal` in every round, of all kinds of damage, on the first 128 training hosts. Its settings are
-those of `esper train` but for the ones of SETTINGS. It validates on 96 validation instances every ten rounds, and the best of
-these controllers is evaluated on fresh instances beside the trees and the rules. Trainings that are in OUT are not made again.
+those of `esper train` but for the ones of SETTINGS, and of TAUGHT where it imitates the trees first. It validates on 96
+validation instances after imitation and every ten rounds, and the best of these controllers is evaluated on fresh instances
+beside the trees and the rules. Trainings that are in OUT are not made again.
 """
 
 import argparse
@@ -16,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from train_learners import SHORT
 
 import esper
 from esper.leyline.data.task import Mixture
@@ -32,6 +33,8 @@ from esper_bench.healing.data import FINAL
 from esper_bench.healing.hosts import VECTORS
 from esper_bench.records import load_record, run_script, save_record
 
+SHORT: Mapping[str, Any] = {"steps": 10, "data": {"batches_per_step": 8}}
+"""Episodes with as many updates as those of the task, in a quarter of the steps."""
 LEARNER: dict[str, Any] = {
     "envs": 64,
     "probe": {"sensors_every": 1000, "coalitions_every": 1000},
@@ -48,12 +51,19 @@ LEARNER: dict[str, Any] = {
 }
 """Up to six decisions a step, as the trees plant at several places at once. lambda counts decisions, not steps."""
 SETTINGS: dict[str, Any] = {**SHORT, **LEARNER}
+TAUGHT: dict[str, Any] = {**SETTINGS, "ppo": {**SETTINGS["ppo"], "imitation_rounds": 3, "imitation_passes": 24}}
+"""Three rounds imitate `tree` first, by DAgger, with 24 passes in the last of them over all that was seen."""
+ARMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "ppo": ("PPO alone", SETTINGS),
+    "taught": ("imitation, then PPO", TAUGHT),
+}
+"""What a kind of training is called, and its settings."""
 HOSTS = 128
 """Training hosts that the instances have; more of them take longer to train than the policy."""
 FRESH = FINAL[16_384:]
 """Keys of the evaluation, with hosts and problems of their own, of which no other study uses any."""
 OPPONENTS = ("tree", "collapse", "uniform", "heuristic", "never")
-COST = {"tree": "7,200"}
+COST = {"tree": 7_200, "best-fixed-plan": 1_052}
 """Episodes that fitting a controller took."""
 EVERY = 10
 """Rounds between validations."""
@@ -103,16 +113,22 @@ def train(
     return rows
 
 
-def read_arguments(about: str | None, seeds: int, rounds: int, instances: int) -> argparse.Namespace:
-    """Return the arguments of a study of PPO alone, with these defaults; with --quick there is little of everything."""
+def read_arguments(
+    about: str | None, seeds: int, rounds: int, instances: int, more: Sequence[tuple[str, int | bool, str]] = ()
+) -> argparse.Namespace:
+    """Return the arguments of a study of PPO, with these defaults and `more` options; with --quick there is little of all."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT", help="folder of the trainings and of the evaluation")
     for name, default, what in (
         ("--seeds", seeds, "trainings"),
         ("--rounds", rounds, "rounds of 64 episodes of each"),
         ("--instances", instances, "fresh instances"),
+        *more,
     ):
-        parser.add_argument(name, type=int, default=default, metavar="N", help=f"{what} ({default})")
+        if default is False:
+            parser.add_argument(name, action="store_true", help=what)
+        else:
+            parser.add_argument(name, type=int, default=default, metavar="N", help=f"{what} ({default})")
     parser.add_argument(
         "--quick", action="store_true", help="one training of two rounds and 4 instances, to see that all runs"
     )
@@ -125,15 +141,29 @@ def read_arguments(about: str | None, seeds: int, rounds: int, instances: int) -
 
 def main() -> None:
     """Train, evaluate and print the tables."""
-    arguments = read_arguments(__doc__, 5, 60, 96)
+    more = (
+        ("--taught", 0, "further trainings that imitate the trees first"),
+        ("--first", 0, "the first fresh instance"),
+    )
+    arguments = read_arguments(__doc__, 5, 60, 96, more)
     torch.set_num_threads(1)
-    task = few_hosts()
-    folders = [arguments.out / f"ppo-s{seed}" for seed in range(arguments.seeds)]
-    curves = np.array([train(folder, task, seed, arguments.rounds) for seed, folder in enumerate(folders)])
+    task, lines = few_hosts(), list[str]()
+    folders = {
+        arm: [arguments.out / f"{arm}-s{seed}" for seed in range(count)]
+        for arm, count in (("ppo", arguments.seeds), ("taught", arguments.taught))
+        if count
+    }
+    episodes = {}
+    for arm, trainings in folders.items():
+        label, settings = ARMS[arm]
+        each = [train(folder, task, seed, arguments.rounds, settings) for seed, folder in enumerate(trainings)]
+        lines += [f"{label}, {counted(len(trainings), 'training')}:", "", *curve_table(np.array(each)), ""]
+        episodes[arm] = int(each[0][-1][0])
     record = esper.evaluate(
-        [f"ppo={','.join(map(str, folders))}", *OPPONENTS[:3]],
+        [*(f"{arm}={','.join(map(str, trainings))}" for arm, trainings in folders.items()), *OPPONENTS[:3]],
         replace(heal.heal(), ranges={**heal.RANGES, "heldout": FRESH}),
         instances=arguments.instances,
+        first=arguments.first,
         seeds=1,
         settings=SHORT,
         baselines=(),
@@ -141,14 +171,14 @@ def main() -> None:
         overwrite=True,
         progress=False,
     )
-    lines = [*curve_table(curves), "", *opponents_table(record["tasks"][0], int(curves[0, -1, 0]))]
+    lines += opponents_table(record["tasks"][0], episodes)
     print("\n".join(lines))
     if arguments.page:
         arguments.page.write_text("\n".join([*head(arguments), *lines]) + "\n", encoding="utf-8")
 
 
 def curve_table(curves: np.ndarray) -> list[str]:
-    """The validation J of N trainings (N, V, 3) by episodes and seconds."""
+    """Return a table of the validation J of N trainings (N, V, 3) by episodes and seconds."""
     lines = [
         "| episodes | seconds of one core, median | J on validation, mean [95 %] | lowest | highest |",
         "|---|---|---|---|---|",
@@ -161,35 +191,53 @@ def curve_table(curves: np.ndarray) -> list[str]:
     return lines
 
 
-def opponents_table(found: dict[str, Any], episodes: int, opponents: Sequence[str] = OPPONENTS) -> list[str]:
-    """J on fresh instances, and the difference of PPO to each opponent, paired by instance, of the mean over trainings."""
-    worth = {name: np.array(runs["objective"]) for name, runs in found["runs"].items()}
-    trainings = [values for name, values in worth.items() if name.startswith("ppo: ")]
-    mine = np.mean(trainings, axis=0).mean(-1)
-    many = len(mine)
+def opponents_table(
+    found: dict[str, Any], episodes: Mapping[str, int], opponents: Sequence[str] = OPPONENTS
+) -> list[str]:
+    """Return J on fresh instances, and what the mean of the trainings of each kind has above each, paired by instance.
+
+    Args:
+        found: the task of a record of `esper.evaluate`, whose learned controllers have the names of `ARMS`
+        episodes: episodes that a training had, by kind of training
+        opponents: further controllers of the record
+    """
+    worth = {name: np.array(runs["objective"]).mean(-1) for name, runs in found["runs"].items()}
+    learned = {arm: [values for name, values in worth.items() if name.startswith(f"{arm}: ")] for arm in episodes}
+    mine = {ARMS[arm][0]: np.mean(values, axis=0) for arm, values in learned.items()}
     lines = [
-        f"| controller | episodes to learn | J on {many} fresh instances | PPO above it, points [95 %] |",
-        "|---|---|---|---|",
+        f"| controller | episodes to learn | J on {len(next(iter(mine.values())))} fresh instances "
+        f"|{''.join(f' {label} above it, points [95 %] |' for label in mine)}",
+        f"|---|---|---|{'---|' * len(mine)}",
     ]
-    lines.append(f"| PPO alone, {counted(len(trainings), 'training')} | {episodes:,} | {mine.mean():.3f} | |")
-    for name in opponents:
-        theirs = worth[name].mean(-1)
-        gain = t_interval((100 * (mine - theirs)).tolist())
-        lines.append(f"| {name} | {COST.get(name, 0)} | {theirs.mean():.3f} | {gain:+.1f} |")
+    rows = [
+        (f"{ARMS[arm][0]}, {counted(len(values), 'training')}", episodes[arm], mine[ARMS[arm][0]])
+        for arm, values in learned.items()
+    ]
+    rows += [(stem := Path(name).stem, COST.get(stem, 0), worth[name]) for name in opponents]
+    for name, cost, theirs in rows:
+        gains = [
+            t_interval((100 * (values - theirs)).tolist()) if values is not theirs else None for values in mine.values()
+        ]
+        shown = "".join(f" {gain:+.1f} |" if gain else " |" for gain in gains)
+        lines.append(f"| {name} | {cost:,} | {theirs.mean():.3f} |{shown}")
+    for arm, values in learned.items():
+        if len(values) > 1:
+            lines += ["", f"{ARMS[arm][0]}, J of each training: {', '.join(f'{each.mean():.3f}' for each in values)}."]
     return lines
 
 
 def head(arguments: argparse.Namespace) -> list[str]:
-    """The lines above the tables."""
+    """Return the lines above the tables."""
+    command = f"python bench/scripts/study_heal_ppo.py OUT --seeds {arguments.seeds} --taught {arguments.taught}"
     return [
-        "# PPO alone on trained hosts",
+        "# PPO on trained hosts",
         "",
-        f"    python bench/scripts/study_heal_ppo.py OUT --seeds {arguments.seeds} --rounds {arguments.rounds}",
+        f"    {command} --rounds {arguments.rounds} --first {arguments.first}",
         "",
         "Two shared cores of a virtual machine with an Intel Xeon processor, torch 2.13.0+cpu, one thread. PPO learns",
-        "without a teacher from instances of `heal` that are new in every round, on the first 128 training hosts, with up to six",
+        "from instances of `heal` that are new in every round, on the first 128 training hosts, with up to six",
         "decisions a step; everything else is said by the script. Seconds are those of the processor.",
-        "Intervals of the second table are over instances, of the mean of all trainings.",
+        "Intervals of the last table are over instances, of the mean of all trainings.",
         "",
     ]
 

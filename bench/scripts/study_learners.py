@@ -1,19 +1,14 @@
-"""Learned controllers on `heal`, beside trees: a contextual bandit, PPO over plans, and PPO over single decisions.
+"""Compare learned controllers over plans on `heal` with trees: a contextual bandit, and PPO.
 
     python bench/scripts/collect_healing.py FIGURES/training --part training --cases 480   # those of bench/docs/heal.md
     python bench/scripts/study_learners.py plans FIGURES OUT
-    python bench/scripts/study_learners.py train FIGURES OUT --seeds 3
-    python bench/scripts/study_learners.py decisions FIGURES OUT
     python bench/scripts/study_learners.py bandit FIGURES OUT
 
     plans       trees, the bandit, and policies over 15 plans, which learn from the figures of growing the plan that they chose
-    train       policies over single decisions, which grow the training cases (bench/scripts/train_learners.py)
-    decisions   these policies beside rules, trees and the bandit, in episodes of their length
-    packages    the same on cases of their own, with policies that can plant a package or rarely undo what they planted
     bandit      a bandit that grows the training cases itself, without FIGURES; it is written to OUT/grown.bandit
 
-The comparisons are on fresh cases: plain hosts with one damaged site, those of the part `learners` for plans and of the parts
-`decisions` and `packages` for policies over single decisions. OUT keeps what is finished; a call goes on with what is missing.
+The comparison is on fresh cases: plain hosts with one damaged site, of the part `learners`. OUT keeps what is finished; a call
+goes on with what is missing. Policies that decide seed by seed are trained by bench/scripts/study_heal_ppo.py.
 """
 
 import argparse
@@ -22,17 +17,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from collect_healing import PLANS, SENSED, VECTOR, Collected, Figures, Floats, collected, features, grow, kept, views
+from collect_healing import PLANS, SENSED, VECTOR, Collected, Floats, collected, features, grow, views
 from fit_trees import fitted, picked
 from numpy.typing import NDArray
 from study_heal import joint, picks, signed
 from torch import Tensor, nn
-from train_learners import ALONE, ARMS, ENVS, IMITATION, ROUNDS, SHORT, train_all
 
 from esper.leyline.lifecycle.actions import Ints
 from esper.leyline.lifecycle.view import View
-from esper.runs.evaluation.contenders import Contender, named
-from esper.tamiyo.policy.controller import WEIGHTS
+from esper.runs.evaluation.contenders import named
 from esper_bench.controllers.bandit import SUFFIX, Bandit, contexts, load_bandit, save_bandit
 from esper_bench.controllers.healing_features import FEATURES
 from esper_bench.controllers.placement import ParticipationDrop
@@ -40,7 +33,7 @@ from esper_bench.controllers.plans import BYPASS, HERE, MIXED, NONE, UNIFORM, Pl
 from esper_bench.controllers.trees import SHIPPED, Trees, load_trees
 from esper_bench.records import run_script
 
-TRAINING, FITS, BOLD = 480, 10, 1.0
+TRAINING, FITS, BOLD, ENVS = 480, 10, 1.0, 64
 BUDGETS = (1920, 7200)
 """Episodes: networks that are grown for training."""
 AT = {placed: index for index, placed in enumerate(PLANS)}
@@ -49,7 +42,7 @@ OF = np.array([placed.slot if placed.slot >= 0 else 5 for placed in PLANS])
 
 
 class Scorer(nn.Module):
-    """A policy over plans: contexts (N, S, D) -> logits (N, plans), and the value (N,). Slots share their weights."""
+    """Scores plans: contexts (N, S, D) -> logits (N, plans), and the value (N,). Slots share their weights."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -82,7 +75,7 @@ def imitate(net: Scorer, x: Tensor, taught: Tensor, epochs: int = 60) -> None:
 
 
 def ppo(net: Scorer, x: Tensor, worth: Tensor, episodes: int, group: int = 4, envs: int = 64) -> None:
-    """PPO on the return of whole episodes, J of the grown network; cases by groups, whose mean is the baseline."""
+    """Train by PPO on the return of whole episodes, J of the grown network; the mean of a group of one case is the baseline."""
     adam, rounds = torch.optim.Adam(net.parameters(), lr=1e-3), episodes // envs
     for number in range(rounds):
         rows = torch.randint(len(x), (envs // group,)).repeat_interleave(group)
@@ -108,7 +101,7 @@ def ppo(net: Scorer, x: Tensor, worth: Tensor, episodes: int, group: int = 4, en
 def policy_picks(
     of: Collected, seen: Floats, teach: Sequence[Placed] | None, episodes: int, seed: int, x: Floats
 ) -> Ints:
-    """The plans that a policy picks for contexts x after imitation, PPO or both on cases with the contexts `seen`."""
+    """Return the plans that a policy picks for contexts x after imitation, PPO or both on cases with the contexts `seen`."""
     torch.manual_seed(seed)
     known = torch.tensor(seen, dtype=torch.float32)
     net = Scorer(known.shape[-1])
@@ -122,12 +115,12 @@ def policy_picks(
 
 
 def worth_of(of: Collected) -> Floats:
-    """J (n, plans)."""
+    """Return J (n, plans) of growing each plan."""
     return np.stack([of.objective[placed] for placed in PLANS], 1)
 
 
 def bandit_of(of: Collected, x: Floats, episodes: int, seed: int) -> Bandit:
-    """A bandit after so many episodes: of every case that it meets one of UNIFORM, once, and one of the plan that it chose."""
+    """Train a bandit for so many episodes: of each case that it meets one of UNIFORM, once, and one of the plan that it chose."""
     random, worth, bandit, spent = np.random.default_rng(seed), worth_of(of), Bandit(bold=BOLD), 0
     met: set[int] = set()
     while True:
@@ -146,7 +139,7 @@ def bandit_of(of: Collected, x: Floats, episodes: int, seed: int) -> Bandit:
 
 
 def tree_picks(of: Collected, x: Floats, seen: Sequence[View], episodes: int, seed: int) -> list[Placed]:
-    """The picks of trees that were fitted on as many cases as the episodes pay for; all of them are drawn with replacement."""
+    """Return the picks of trees fitted on as many cases as the episodes pay for, drawn by host with replacement."""
     random, count = np.random.default_rng(seed), episodes // len(PLANS)
     hosts = random.choice(np.unique(of.host), len(np.unique(of.host)))
     rows = np.concatenate([np.flatnonzero(of.host == host) for host in hosts])[:count]
@@ -170,7 +163,7 @@ def grow_bandit(out: Path, count: int) -> None:
 
 
 def line(name: str, episodes: str, fits: Floats, base: Floats, tree: Floats, host: NDArray[np.int64]) -> None:
-    """One row of a table: J, and the differences in points, bootstrapped over trainings and hosts together."""
+    """Print a row of a table: J, and the differences in points, bootstrapped over trainings and hosts together."""
     cells = []
     for other in (base, tree):
         gain = fits - other
@@ -182,7 +175,7 @@ HEADER = "| | trainings | episodes | J | over the best fixed plan, points [95 %]
 
 
 def plans(figures: Path, out: Path, count: int, fits: int) -> None:
-    """Controllers that choose a plan: their figures are those of the plans, grown once for every case."""
+    """Compare controllers that choose a plan by the figures of the plans, grown once for every case."""
     of = collected(figures / "training", VECTOR, "training", TRAINING, 1)
     known = features(of, figures / "training" / f"features-training-{TRAINING}.npz")
     fresh = collected(out / "fresh", VECTOR, "learners", count, 1)
@@ -235,87 +228,19 @@ def plans(figures: Path, out: Path, count: int, fits: int) -> None:
             line(name, f"{episodes:,}{also}", scores, base, tree, fresh.host)
 
 
-PAIRS = (
-    ("PPO only, with the package", "PPO only"),
-    ("PPO only, with the bias", "PPO only"),
-    ("PPO only, with both", "PPO only"),
-    ("PPO only, with both", "PPO only, with the bias"),
-    ("PPO only, with both", "PPO only, with the package"),
-    ("PPO only, with both", "imitation only"),
-    ("imitation only, with the package", "imitation only"),
-    ("imitation, then PPO, with the package", "imitation, then PPO"),
-)
-"""Kinds of trainings that are compared seed by seed."""
-
-
-def decisions(out: Path, part: str, count: int) -> None:
-    """Policies over single decisions beside rules and trees, in short episodes, on cases of a part."""
-    facts = VECTOR.cases(part, count)
-    keys, host = [each.key for each in facts], np.array([each.number for each in facts])
-    taught = " + the teacher's"
-    arms = {
-        "imitation only": ("imitation-s*", f"{ENVS * IMITATION}{taught}"),
-        "PPO only": ("ppo-s*", f"{ENVS * ALONE}"),
-        "imitation, then PPO": ("both-s*", f"{ENVS * (IMITATION + ROUNDS)}{taught}"),
-        "bandit": (f"{BUDGETS[-1]}-s*{SUFFIX}", f"{BUDGETS[-1]:,}"),
-        "imitation only, with the package": ("imitation-package-s*", f"{ENVS * IMITATION}{taught}"),
-        "imitation, then PPO, with the package": ("both-package-s*", f"{ENVS * (IMITATION + ROUNDS)}{taught}"),
-        "PPO only, with the package": ("ppo-package-s*", f"{ENVS * ALONE}"),
-        "PPO only, with the bias": ("ppo-bias-s*", f"{ENVS * ALONE}"),
-        "PPO only, with both": ("ppo-package-bias-s*", f"{ENVS * ALONE}"),
-    }
-    folders = {name: [str(path) for path in sorted(out.glob(pattern))] for name, (pattern, _) in arms.items()}
-    names = ["uniform", "participation", "tree", *(path for paths in folders.values() for path in paths)]
-    scores: dict[str, Floats] = {}
-    first: dict[bytes, str] = {}
-    for name in names:
-        weights = Path(name, WEIGHTS)
-        same = first.setdefault(weights.read_bytes(), name) if weights.is_file() else name
-        if same != name:  # PPO that kept the policy of imitation
-            scores[name] = scores[same]
-            continue
-        scores[name] = grown(out, named(name)._replace(name=Path(name).name), keys).objective[:, 0]
-    base, tree = scores["uniform"], scores["tree"]
-    print(f"{len(keys)} cases, keys {keys[0]} to {keys[-1]}, in episodes of {SHORT['steps']} steps\n{HEADER}")
-    for name, episodes in (("uniform", "7,200"), ("participation", "0"), ("tree", "7,200")):
-        line(name, episodes, scores[name][None], base, tree, host)
-    for name, paths in folders.items():
-        if paths:
-            line(name, arms[name][1], np.stack([scores[path] for path in paths]), base, tree, host)
-    of = {
-        name: {Path(path).name.rpartition("-s")[2]: scores[path] for path in paths} for name, paths in folders.items()
-    }
-    for one, other in PAIRS:
-        if seeds := sorted(of[one].keys() & of[other].keys()):
-            gain = np.stack([of[one][seed] - of[other][seed] for seed in seeds])
-            print(f"{one} - {other}, {len(seeds)} trainings: {signed(gain.mean(), *joint(gain, host))}", flush=True)
-
-
-def grown(out: Path, contender: Contender, keys: Sequence[int]) -> Figures:
-    return kept(out / "short", {contender.name: contender}, VECTOR.task(), keys, 1, {**SHORT, **SENSED})[contender.name]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["plans", "train", "decisions", "packages", "bandit"])
+    parser.add_argument("part", choices=["plans", "bandit"])
     parser.add_argument("figures", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--first", type=int, default=0, help="seed of the first training")
-    parser.add_argument("--seeds", type=int, default=10, help="trainings over single decisions")
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), help="kinds of trainings")
-    parser.add_argument("--fits", type=int, default=FITS, help="trainings over plans")
+    parser.add_argument("--fits", type=int, default=FITS, help="trainings")
     parser.add_argument("--cases", type=int, default=96, help="fresh cases; training cases of a bandit")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    match options.part:
-        case "plans":
-            plans(options.figures, options.out, options.cases, options.fits)
-        case "bandit":
-            grow_bandit(options.out, options.cases)
-        case "train":
-            train_all(options.out, range(options.first, options.first + options.seeds), options.arms)
-        case _:
-            decisions(options.out, options.part, options.cases)
+    if options.part == "plans":
+        plans(options.figures, options.out, options.cases, options.fits)
+    else:
+        grow_bandit(options.out, options.cases)
 
 
 if __name__ == "__main__":

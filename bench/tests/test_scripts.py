@@ -102,11 +102,12 @@ def test_the_study_of_the_heuristic_sets_its_settings_beside_each_other_and_figu
 
 
 @pytest.mark.slow
-def test_the_study_of_ppo_alone_trains_once_and_writes_its_page(tmp_path):
-    run("study_heal_ppo.py", "out", "--page", "alone.md", cwd=tmp_path)
+def test_the_study_of_ppo_trains_once_alone_and_after_imitation_and_writes_its_page(tmp_path):
+    run("study_heal_ppo.py", "out", "--taught", "1", "--page", "alone.md", cwd=tmp_path)
     before = (tmp_path / "out" / "ppo-s0" / "curve.json").stat().st_mtime_ns
     page = (tmp_path / "alone.md").read_text()
     assert "| PPO alone, 1 training | 128 |" in page
+    assert "| imitation, then PPO, 1 training | 320 |" in page
     run("study_heal_ppo.py", "out", cwd=tmp_path)
     assert (tmp_path / "out" / "ppo-s0" / "curve.json").stat().st_mtime_ns == before
     run("study_repair_ppo.py", "repair", "--page", "repair.md", cwd=tmp_path)
