@@ -1,4 +1,4 @@
-"""Seconds of an eager and of a compiled pass of a population without seeds, and of compiling it.
+"""Compare the seconds of an eager and of a compiled pass of a population without seeds, and time the compiling.
 
     python scripts/benchmark_compile.py [--tasks digits-narrow:64,repair:64,wide:8,stdlib-text:4] [--turns 30] [--probe]
 
@@ -59,7 +59,7 @@ def measure_all(asked: argparse.Namespace) -> None:
 
 
 def engine_of(name: str, envs: int) -> VectorizedEngine:
-    """An engine at the start of an episode."""
+    """Return an engine of a task at the start of an episode."""
     task = digits_narrow(hidden=(128,) * 4, width=128) if name == "wide" else get_task(name)
     config = {"envs": envs, "twin": False, "telemetry": {"level": "off"}, "compile": "on", "device": "cpu"}
     engine = VectorizedEngine(task, build_config(task.defaults, config))
@@ -68,7 +68,7 @@ def engine_of(name: str, envs: int) -> VectorizedEngine:
 
 
 def training_passes(engine: VectorizedEngine) -> tuple[Way, Way, float]:
-    """An eager and a compiled training pass over one batch, and the seconds that compiling took."""
+    """Return an eager and a compiled training pass over one batch, and the seconds that compiling took."""
     seeds, population = engine.state.seeds, engine.population
     body, passes, feed = population.body, population.passes, population.feed
     route = body.route(doses(seeds), seeds, part=body.parts[0], train=True)
@@ -86,7 +86,7 @@ def training_passes(engine: VectorizedEngine) -> tuple[Way, Way, float]:
 
 
 def probes(engine: VectorizedEngine) -> tuple[Way, Way, float]:
-    """The same of the probe."""
+    """Return an eager and a compiled pass of the probe, and the seconds that compiling took."""
     seeds, population = engine.state.seeds, engine.population
     body, examples = population.body, population.data.probe
     asked = coalitions(seeds, None, terminal=False).branches
@@ -123,7 +123,7 @@ def measure(name: str, turns: int, eager: Way, fast: Way, seconds: float) -> Non
 
 
 def processor_seconds() -> float:
-    """Seconds that this process and its children that ended have run."""
+    """Return the processor seconds of this process and of its children that have ended."""
     spent = os.times()
     return spent.user + spent.system + spent.children_user + spent.children_system
 

@@ -31,7 +31,7 @@ WAYS = {"with the copy": (True, "auto"), "without": (False, "auto"), "in a loop"
 
 
 def alone(name: str, *, ghost: bool, mapping: str) -> VectorizedEngine:
-    """An engine of one network of a task, or of an MLP of a width, with a copy of it or without."""
+    """Return an engine of one network of a task, or of an MLP of the width that `name` gives, with a copy of it or without."""
     task = vectors(int(name)) if name.isdigit() else esper.get_task(name)
     settings = {"envs": 1, "twin": False, "baselines": [], "steps": 10**6, "device": "cpu", "mapping": mapping}
     # There is no setting for it: the copy changes no bit of these networks, and is of no use but to be timed.
@@ -42,7 +42,7 @@ def alone(name: str, *, ghost: bool, mapping: str) -> VectorizedEngine:
 
 
 def seconds(name: str, warmup: int, turns: int) -> list[float]:
-    """The processor time of a step of each way behind the warm-up, medians over turns."""
+    """Return the median processor seconds of a step of each way, after the warm-up; the ways take turns."""
     engines, client = [alone(name, ghost=ghost, mapping=mapping) for ghost, mapping in WAYS.values()], Never()
     times: list[list[float]] = [[] for _ in WAYS]
     for turn in range(warmup + turns):

@@ -1,4 +1,4 @@
-"""Every figure that is asked of a GPU, as tables, in one command: throughput, shares of the device, recompiles, waits, memory.
+"""Measure every figure that is asked of a GPU: throughput, shares of the device, recompiles, waits, memory. Print tables.
 
     python scripts/benchmark_gpu.py --device cuda --json gpu.json [--table NAME ...] [--repeats N]
     python scripts/benchmark_gpu.py --device cpu --quick          # every table, very small
@@ -78,7 +78,7 @@ def synchronize(device: str) -> None:
 
 
 def populations(quick: bool, device: str, repeats: int) -> list[Row]:
-    """EPS by E, growth on, of every way."""
+    """Measure EPS of every way at each E, with two live seeds in every environment."""
     sizes = (2,) if quick else (1, 8, 64, 256, 1024)
     rows = []
     for envs in sizes:
@@ -116,7 +116,7 @@ def _one_model(place: int, gate: Any, steps: int, device: str, found: Any) -> No
 
 
 def processes(quick: bool, device: str, repeats: int) -> list[Row]:
-    """EPS of one process per model, by the number of processes; more models would take their turns."""
+    """Measure EPS of one process per model, by the number of processes; more models would take their turns."""
     context, rows = multiprocessing.get_context("spawn"), []
     for count in (2,) if quick else (1, 4, 16):
         gate, found = context.Barrier(count), context.Queue()
@@ -135,7 +135,7 @@ def processes(quick: bool, device: str, repeats: int) -> list[Row]:
 
 
 def photographs(train: int, probe: int, batch: int, batches: int) -> tuple[Task, str]:
-    """A task of CIFAR-10's shape with so many images, and where its images are from."""
+    """Make a task of CIFAR-10's shape with that many images; also return where the images are from."""
     try:
         published, test = read_cifar10()
         x, y, origin = torch.cat([published.x, test.x]), torch.cat([published.y, test.y]), "CIFAR-10"
@@ -163,7 +163,7 @@ def photographs(train: int, probe: int, batch: int, batches: int) -> tuple[Task,
 
 
 def images(quick: bool, device: str, repeats: int) -> list[Row]:
-    """A CIFAR-shaped host, nothing planted, beside the plain loop on one stream, channels last and with torch's foreach AdamW."""
+    """Time a host for CIFAR-10's shape without seeds beside the plain loop: one stream, channels last, torch's foreach AdamW."""
     task, origin = photographs(*((96, 32, 32, 1) if quick else (2048, 256, 64, 16)))
     envs, rows = 2 if quick else 64, []
     steps = {"plain loop": bare_step(task, envs, device)}
@@ -181,7 +181,7 @@ def images(quick: bool, device: str, repeats: int) -> list[Row]:
 
 
 def grown(task: Task, envs: int, device: str, settings: Mapping[str, Any]) -> VectorizedEngine:
-    """An engine with a live seed in every slot of every environment, without twins."""
+    """Return an engine with a live seed in every slot of every environment, without twins."""
     everything = {"envs": envs, "twin": False, "device": device, "steps": 10**6, "probe": {"coalitions_every": 10**6}}
     everything |= {"lifecycle": {"max_seeds": 4, "max_training_seeds": 4}}
     config = build_config(task.defaults, everything, {"gates": {"permissive": True, "min_training_steps": 0}}, settings)
@@ -195,7 +195,7 @@ def grown(task: Task, envs: int, device: str, settings: Mapping[str, Any]) -> Ve
 
 
 def cifar(quick: bool, device: str, repeats: int) -> list[Row]:
-    """Steps a second of environments with three live seeds, each step all batches of an epoch and the whole probe split."""
+    """Measure steps a second with three live seeds; a step is all batches of an epoch and the whole probe split."""
     train, probe, batch = (64, 32, 32) if quick else FULL
     task, origin = photographs(train, probe, batch, train // batch)
     rows = []
@@ -210,7 +210,7 @@ def cifar(quick: bool, device: str, repeats: int) -> list[Row]:
 
 
 def peaks(device: str, quick: bool) -> Row:
-    """What the device reaches: large products by type [FLOP/s], and a copy of a large tensor [bytes/s, read and written]."""
+    """Measure the device: large products by type [FLOP/s], and a copy of a large tensor [bytes/s, read and written]."""
     size, count = (256, 2**20) if quick else (8192, 2**28)
     found: Row = {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -222,7 +222,7 @@ def peaks(device: str, quick: bool) -> Row:
 
 
 def seconds_of(run: Callable[[], object], device: str, repeats: int = 7) -> float:
-    """The median seconds of a call, until the device has done it."""
+    """Return the median seconds of a call, until the device has done its work."""
     run()
     times = []
     for _ in range(repeats):
@@ -235,7 +235,7 @@ def seconds_of(run: Callable[[], object], device: str, repeats: int = 7) -> floa
 
 
 def shares(quick: bool, device: str, repeats: int) -> list[Row]:
-    """Operations and bytes of a step, counted operator by operator, and the share of the device's own speed that they come to."""
+    """Count the operations and bytes of a step operator by operator, and their share of the device's own speed."""
     best, digits = peaks(device, quick), get_task("digits-narrow")
     task, _ = photographs(*((96, 32, 32, 1) if quick else (2048, 256, 128, 16)))
     sizes = (2, 2) if quick else (256, 64)
@@ -260,7 +260,7 @@ def shares(quick: bool, device: str, repeats: int) -> list[Row]:
 
 
 def compiled(quick: bool, device: str, repeats: int) -> list[Row]:
-    """Graphs and recompiles over an episode of random births, blends and prunes, with every pass compiled."""
+    """Count graphs and recompiles over an episode of random births, blends and prunes, with every pass compiled."""
     task, steps = get_task("iris" if quick else "digits-narrow"), 1 if quick else 8  # a plan takes seconds to compile
     settings: Row = {"envs": 8, "twin": False, "device": device, "steps": steps, "compile": "on"}
     config = build_config(task.defaults, settings, {"gates": {"permissive": True}})
@@ -275,7 +275,7 @@ def compiled(quick: bool, device: str, repeats: int) -> list[Row]:
 
 
 def waits(quick: bool, device: str, repeats: int) -> list[Row]:
-    """Waits for the device by step, of every case of `profile_gpu_sync.py`."""
+    """Count the waits for the device by step, in every case of `profile_gpu_sync.py`."""
     cuda = device.startswith("cuda")
     chosen = (
         profile_gpu_sync.CASES[:1] if quick else (*profile_gpu_sync.CASES, *(profile_gpu_sync.ON_CUDA if cuda else ()))
@@ -290,7 +290,7 @@ def waits(quick: bool, device: str, repeats: int) -> list[Row]:
 
 
 def memory(quick: bool, device: str, repeats: int) -> list[Row]:
-    """What is allocated before and after births and prunes."""
+    """Measure the memory that is allocated before and after births and prunes."""
     task, envs = get_task("digits-narrow"), 4 if quick else 50
     settings: Row = {"envs": envs, "twin": False, "device": device, "steps": 10**6}
     settings |= {"data": {"batches_per_step": 1}, "gates": {"permissive": True, "min_training_steps": 0}}

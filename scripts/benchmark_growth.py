@@ -1,4 +1,4 @@
-"""What growing costs a training loop: between decisions, at a decision, while a seed incubates, and in compilations.
+"""Measure what growing costs a training loop: between decisions, at one, while a seed incubates, and in compilations.
 
     python scripts/benchmark_growth.py
     python scripts/benchmark_growth.py --sizes 128x5 --steps 200
@@ -51,7 +51,7 @@ LIFE = {  # by decision: operation, slot, blueprint, blend, tempo index, target 
 
 
 class Block(nn.Module):
-    """A pre-norm block with causal attention."""
+    """Computes a pre-norm block with causal attention."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, L, C) -> (B, L, C)."""
+        """Map (B, L, C) to (B, L, C)."""
         q, k, v = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, dim=-1)
         )
@@ -80,7 +80,7 @@ class Decoder(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """(B, L) int64 -> (B, L, V)."""
+        """Map token numbers (B, L) int64 to logits (B, L, V)."""
         x = self.tokens(ids) + self.places.weight
         for block in self.blocks:
             x = block(x)
@@ -88,18 +88,18 @@ class Decoder(nn.Module):
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
-    """Mean cross entropy over all positions."""
+    """Return the mean cross-entropy over all positions."""
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 class Schedule(esper.Controller):
-    """A controller that carries out decisions by their number, and waits elsewhere."""
+    """Carries out the decisions that a script gives by step number, and waits in the other steps."""
 
     def __init__(self, script: Mapping[int, tuple[int, ...]]) -> None:
         self.script = script
 
     def act(self, view: esper.View) -> Actions:
-        """The decision of the script."""
+        """Return the decision of the script for this step."""
         actions = Actions.wait(1)
         if view.step in self.script:
             for head, value in zip(actions, self.script[view.step], strict=True):
@@ -108,7 +108,7 @@ class Schedule(esper.Controller):
 
 
 class Trainer:
-    """A model with its optimizer, and a clock."""
+    """Holds a model with its optimizer, and times its steps."""
 
     def __init__(self, model: nn.Module, batch: int) -> None:
         self.model, self.batch = model, batch
@@ -118,7 +118,7 @@ class Trainer:
         self.seconds: list[float] = []
 
     def step(self, shadow: bool = False) -> None:
-        """One training step, growth included."""
+        """Train for one step, growth included, and record its processor seconds."""
         ids = torch.randint(0, VOCABULARY, (self.batch, LENGTH + 1))
         begin = time.process_time()
         loss(self.call(ids[:, :-1]), ids[:, 1:]).backward()
@@ -130,7 +130,7 @@ class Trainer:
 
 
 def ratio(trainer: Trainer, base: Trainer) -> list[float]:
-    """Quartiles over steps of how many times as long a step takes; the first WARM ones warm up."""
+    """Return quartiles of the ratios of `trainer`'s seconds to those of `base`, step by step, without the first WARM steps."""
     ratios = [one / other for one, other in zip(trainer.seconds[WARM:], base.seconds[WARM:], strict=True)]
     return statistics.quantiles(ratios, n=4)
 
@@ -138,7 +138,7 @@ def ratio(trainer: Trainer, base: Trainer) -> list[float]:
 def grown(
     plain: nn.Module, batch: int, probe: int, *, every: int, script: Mapping[int, tuple[int, ...]], mode: Any = "live"
 ) -> Trainer:
-    """A trainer of a grafted copy of a model, whose controller follows a script."""
+    """Return a trainer of a grafted copy of a model, whose controller follows a script."""
     trainer = Trainer(copy.deepcopy(plain), batch)
     ids = torch.randint(0, VOCABULARY, (probe, batch, LENGTH + 1))
     batches = [(each[:, :-1], each[:, 1:]) for each in ids]
@@ -217,9 +217,9 @@ def count(mode: str, backend: str) -> None:
 
 
 def example(shadow: bool) -> tuple[nn.Module, Tensor, Tensor, range, dict[str, Any], int]:
-    """The first example of docs/growth.md, which gives the batch to `step`, or a linear network that tells digits above 4.
+    """Make the linear network that tells digits above 4, or with `shadow` the first example of docs/growth.md.
 
-    Returns a model, its data, the numbers of the examples that it trains on, arguments of Growth, and steps.
+    Returns a model, its data, the indices of the examples that it trains on, the arguments of Growth, and the number of steps.
     """
     x, y = map(torch.tensor, load_digits(return_X_y=True))
     x, probe = x.float() / 16, slice(1100, 1400)

@@ -1,4 +1,4 @@
-"""Environment steps per second of the engine beside its floors, in one process for each case.
+"""Measure environment steps per second of the engine beside its floors, in one process for each case.
 
 Two floors (scripts/floors.py): the *bare stack*, the same stacked arithmetic written by hand with baddbmm and torch's fused
 AdamW and nothing else, once with the engine's cross-entropy and once with torch's own, which is slower; and the *plain loop*,
@@ -48,7 +48,7 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True)
 class Case:
-    """A population in a given state, and the ways of running it that are compared."""
+    """Describes a population in a given state, and the ways of running it that are compared."""
 
     table: str
     task: str = "digits-narrow"
@@ -62,19 +62,19 @@ class Case:
     cadences: tuple[int, ...] = ()  # of complete attribution; compared with each other alone
 
     def build(self) -> AnyTask:
-        """The task."""
+        """Make the task of the case."""
         if self.slots is None:
             return get_task(self.task)
         return digits_narrow(hidden=(self.width,) * self.slots, width=self.width)
 
     def title(self) -> str:
-        """What differs from other cases of a table."""
+        """Name what differs from the other cases of a table."""
         host = "" if self.slots is None else f", {self.slots} slots of width {self.width}"
         return f"{self.task}, E = {self.envs}{host}, {self.live} live, {self.incubating} incubating"
 
 
 def cases(quick: bool) -> list[Case]:
-    """Every case of every table."""
+    """List the cases of all tables."""
     if quick:
         return [
             Case("states", envs=4, live=2, ways=("auto", "vmap", "loop")),
@@ -98,7 +98,7 @@ def cases(quick: bool) -> list[Case]:
 
 
 def scales() -> list[Case]:
-    """The cases that show how a step grows: one quantity after another, on otherwise equal populations."""
+    """List the cases that show how a step grows: one quantity after another, on otherwise equal populations."""
     case = partial(Case, plain=False)
     return [
         *(case("scale-envs", envs=envs) for envs in (1, 8, 64, 256, 1024)),
@@ -109,7 +109,7 @@ def scales() -> list[Case]:
 
 
 def engine_in(case: Case, task: AnyTask, mapping: str, cadence: int, device: str) -> VectorizedEngine:
-    """An engine whose population is in the state of the case, without twins."""
+    """Return an engine whose population is in the state of the case, without twins."""
     config = build_config(
         task.defaults,
         {"envs": case.envs, "twin": False, "device": device, "steps": SELDOM},
@@ -138,7 +138,7 @@ def engine_in(case: Case, task: AnyTask, mapping: str, cadence: int, device: str
 
 
 def measure(case: Case, repeats: int, device: str) -> dict[str, Any]:
-    """Every way of a case in turn, `repeats` times."""
+    """Time every way of a case in turn, `repeats` times each, and return the case, its memory and a table by way."""
     torch.set_num_threads(1)
     task = case.build()
     before = peak_mib()
@@ -188,7 +188,7 @@ def measure(case: Case, repeats: int, device: str) -> dict[str, Any]:
 def take_turns(
     steps: dict[str, Step], repeats: int, device: str, engines: Sequence[VectorizedEngine]
 ) -> dict[str, np.ndarray[tuple[int, int], np.dtype[np.float64]]]:
-    """Seconds of each call of each way, (repeats, 2): by the clock and of the process. First calls are left out."""
+    """Return seconds of each call of each way, (repeats, 2): by the clock and of the process. First calls are left out."""
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for turn in range(repeats + 1):
         if turn == 1:
@@ -206,7 +206,7 @@ def take_turns(
 
 
 def hold_against(bare: BareStack, engine: VectorizedEngine) -> None:
-    """The floor does the same work: on the same parameters its probe measures what the engine measured."""
+    """Check that the floor does the same work: on the same parameters its probe measures what the engine measured."""
     flat, measured = bare.probe(), engine.state.measurements
     rows = len(measured.loss)
     own = flat[: 2 * rows].reshape(2, rows)
@@ -222,27 +222,27 @@ def hold_against(bare: BareStack, engine: VectorizedEngine) -> None:
 
 
 def shares(engine: VectorizedEngine) -> dict[str, float]:
-    """The share of each phase in the time of the steps."""
+    """Return the share of each phase in the time of the steps."""
     total = sum(engine.timer.seconds.values())
     return {name: value / total for name, value in engine.timer.seconds.items()}
 
 
 def reads_of(engine: VectorizedEngine, actions: Actions) -> dict[str, Any]:
-    """Device reads of one step by call site."""
+    """Count the device reads of one step by call site."""
     with counted_reads() as reads:
         engine.step(actions)
     return {"count": len(reads), "sites": dict(Counter(f"{read.site} ({read.what})" for read in reads))}
 
 
 def population_mib(engine: VectorizedEngine) -> float:
-    """Tensors of all hosts and seeds: values, gradients, moments and buffers [MiB]."""
+    """Sum the tensors of all hosts and seeds: values, gradients, moments and buffers [MiB]."""
     body = engine.population.body
     stacks = [body.host, *body.stacks.values()]
     return sum(column.nbytes for stack in stacks for column in stack.columns.values()) / 2**20
 
 
 def copy_gib_per_second() -> dict[str, float]:
-    """Speed of a copy within memory by the size of its source and target together, in MiB: what caches and memory deliver."""
+    """Measure the speed of a copy within memory [GiB/s] by the size of source and target [MiB]: what caches and memory reach."""
     found = {}
     for mib in (0.5, 4, 16, 64, 512):
         source = torch.zeros(int(mib * 2**20) // 8)
@@ -256,7 +256,7 @@ def copy_gib_per_second() -> dict[str, float]:
 
 
 def peak_mib() -> float:
-    """The largest resident size of this process so far [MiB]."""
+    """Return the largest resident size of this process so far [MiB]."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if platform.system() == "Darwin" else 2**10)
 
 

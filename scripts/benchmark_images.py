@@ -1,4 +1,4 @@
-"""Environment steps per second of the engine on image hosts, beside a bare, well written loop, in one process.
+"""Measure environment steps per second of the engine on image hosts, beside a bare, well written loop, in one process.
 
 The *bare loop* trains one network after another and does nothing else: channels-last maps, images resident as bytes, the
 multi-tensor (foreach) AdamW, gradients set to None, no `.item()` but one read of the probe's figures at the end. It runs the
@@ -42,7 +42,7 @@ BATCH, LR = 64, 5e-3
 
 
 def photographs(channels: tuple[int, ...] = (8, 16, 32)) -> Task:
-    """Random bytes of 32 x 32 pixels in three channels: 256 training and 128 probe images a step."""
+    """Make a task of random bytes of 32 x 32 pixels in three channels: 256 training and 128 probe images a step."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(count: int) -> Split:
@@ -68,7 +68,7 @@ def photographs(channels: tuple[int, ...] = (8, 16, 32)) -> Task:
 def engine_step(
     task: Task, envs: int, device: str, amp: str = "off", mapping: str = "auto"
 ) -> tuple[Callable[[], None], VectorizedEngine]:
-    """One step of the engine, nothing planted, without twins."""
+    """Return one step of an engine without seeds and twins, and the engine."""
     settings = {"envs": envs, "twin": False, "device": device, "amp": amp, "steps": 10**6, "optimizer": {"lr": LR}}
     config = build_config(task.defaults, settings, {"mapping": mapping})
     engine = VectorizedEngine(task, config)
@@ -82,7 +82,7 @@ def engine_step(
 
 
 def bare_step(task: Task, envs: int, device: str) -> Callable[[], None]:
-    """The same batches, updates and probe by hand, network by network."""
+    """Return a step of the same batches, updates and probe, written by hand, network by network."""
     torch.manual_seed(0)
     batches = int(task.defaults["data"]["batches_per_step"])
     hosts = [task.host().to(device, memory_format=torch.channels_last) for _ in range(envs)]
@@ -118,7 +118,7 @@ def bare_step(task: Task, envs: int, device: str) -> Callable[[], None]:
 
 
 def timed(step: Callable[[], None], device: str) -> tuple[float, float]:
-    """Seconds of one call, the device waited for, and of the processor."""
+    """Return the seconds of one call by the clock, until the device has done its work, and of the processor."""
     begin, used = time.perf_counter(), time.process_time()
     step()
     if device.startswith("cuda"):
@@ -127,7 +127,7 @@ def timed(step: Callable[[], None], device: str) -> tuple[float, float]:
 
 
 def figures(seconds: dict[str, list[float]], envs: int) -> dict[str, dict[str, float]]:
-    """Of each way: median, 95th percentile, EPS, and throughput relative to the bare loop, turn by turn."""
+    """Return the median, the 95th percentile, EPS and throughput relative to the bare loop, turn by turn, of each way."""
     return {
         name: {
             "median_seconds": statistics.median(values),
@@ -140,7 +140,7 @@ def figures(seconds: dict[str, list[float]], envs: int) -> dict[str, dict[str, f
 
 
 def compare(task: Task, envs: int, device: str, repeats: int) -> dict[str, Any]:
-    """Engine and bare loop in turn: seconds, EPS, and throughput of the engine relative to the loop, turn by turn."""
+    """Time engine and bare loop in turn: seconds, EPS, and throughput of the engine relative to the loop, turn by turn."""
     step, engine = engine_step(task, envs, device)
     steps = {"bare loop": bare_step(task, envs, device), "engine": step}
     if multiplies_bfloat16(torch.device(device)):
@@ -174,7 +174,7 @@ def compare(task: Task, envs: int, device: str, repeats: int) -> dict[str, Any]:
 
 
 def accuracies(seeds: int, steps: int, device: str) -> dict[str, Any]:
-    """Probe accuracy of networks trained in float32 and in bfloat16, and the mean difference with its 95 % interval."""
+    """Compare the probe accuracy of networks trained in float32 and in bfloat16: the mean difference with its 95 % interval."""
     task, found = digits_image_narrow(), {}
     for amp in ("off", "bf16"):
         step, engine = engine_step(task, seeds, device, amp)
@@ -188,7 +188,7 @@ def accuracies(seeds: int, steps: int, device: str) -> dict[str, Any]:
 
 
 def amx() -> bool:
-    """Whether the processor multiplies tiles of bfloat16."""
+    """Return whether the processor multiplies tiles of bfloat16."""
     return bool(torch.cpu._is_amx_tile_supported())
 
 

@@ -1,4 +1,4 @@
-"""Memory and time of a training step with pieces of a batch and with activations that are computed again.
+"""Measure memory and time of a training step with pieces of a batch and with activations that are computed again.
 
     python scripts/benchmark_memory.py [--layers 8] [--width 128] [--batch 16] [--turns 3]
     python scripts/benchmark_memory.py --steps 20000     # of a whole growth, as its steps go by, instead

@@ -76,7 +76,7 @@ def compute() -> None:
 
 
 class Costly(Dataset[tuple[torch.Tensor, int]]):
-    """Examples of which each costs a call of a function."""
+    """Holds examples of which each costs a call of a function."""
 
     def __init__(self, cost: Callable[[], None]) -> None:
         self.x = torch.randn(EXAMPLES, INPUTS, generator=torch.Generator().manual_seed(0))
@@ -92,7 +92,7 @@ class Costly(Dataset[tuple[torch.Tensor, int]]):
 
 
 class Mode(NamedTuple):
-    """How batches come to the training."""
+    """Describes how batches come to the training."""
 
     name: str
     stream: bool = True
@@ -102,7 +102,7 @@ class Mode(NamedTuple):
 
 
 def modes(workers: int) -> list[Mode]:
-    """The ways that are compared; the first is examples in memory."""
+    """List the ways that are compared; the first is examples in memory."""
     return [
         Mode("in memory", stream=False),
         Mode("in memory, another process reads", stream=False, beside=True),
@@ -113,7 +113,7 @@ def modes(workers: int) -> list[Mode]:
 
 
 class Reader(NamedTuple):
-    """A population, and the batches that each way gives it."""
+    """Holds a population, and the batches that each way gives it."""
 
     engine: VectorizedEngine
     feeds: dict[Mode, SharedBatchIterator]  # of the same examples in the same order
@@ -121,7 +121,7 @@ class Reader(NamedTuple):
 
 
 def readers(workers: int, width: int, envs: int, device: str) -> dict[str, Reader]:
-    """A population for each kind of examples."""
+    """Make a population for each kind of examples."""
     folder = Path(tempfile.mkdtemp())
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, EXAMPLES * LENGTH * 2).astype(np.uint16)
     tokens.tofile(folder / "tokens.bin")
@@ -155,7 +155,7 @@ def readers(workers: int, width: int, envs: int, device: str) -> dict[str, Reade
 
 
 def played(engine: VectorizedEngine, steps: int, copied: StateCopy | None) -> NDArray[np.float64]:
-    """(3,) of a batch: the time that passes, the processor time of this thread, and the wait for reading [ms].
+    """Play steps and return means over batches (3,): clock time, processor time of this thread, wait for reading [ms].
 
     As in a run, the state is copied before each step where examples are read, into `copied`, in case reading fails.
     """
@@ -172,7 +172,7 @@ def played(engine: VectorizedEngine, steps: int, copied: StateCopy | None) -> ND
 
 
 class Figures(NamedTuple):
-    """Medians over rounds."""
+    """Holds medians over rounds."""
 
     batch: float  # time of a batch [ms]
     ratio: str  # to that in memory, with its 95 % interval
@@ -242,14 +242,14 @@ def measured(reader: Reader, envs: int, rounds: int, steps: int) -> tuple[float,
 
 
 def median(values: NDArray[np.float64]) -> str:
-    """The median, and its 95 % interval by order statistics where there are enough values."""
+    """Format the median, with its 95 % interval by order statistics where there are enough values."""
     below = int(binom.ppf(0.025, len(values), 0.5))
     around = f" [{np.sort(values)[below - 1]:.2f}, {np.sort(values)[-below]:.2f}]" if below else ""
     return f"{np.median(values):.2f}{around}"
 
 
 def reading_alone(source: Source, envs: int) -> float:
-    """Time in which one thread reads the examples of a batch, with nothing beside it [ms]."""
+    """Measure the time in which one thread reads the examples of a batch, with nothing beside it [ms]."""
     times = []
     for batch in range(9):
         places = np.random.default_rng(batch).choice(len(source), envs * BATCH, replace=False)
@@ -260,7 +260,7 @@ def reading_alone(source: Source, envs: int) -> float:
 
 
 def copied(engine: VectorizedEngine, memory: StateCopy) -> float:
-    """Processor time in which a run with streamed examples copies its state, once a step, in case reading fails [ms]."""
+    """Measure the processor time in which a run with streamed examples copies its state, once a step, for a retry [ms]."""
     times = []
     for _ in range(9):
         begin = time.thread_time()
@@ -270,7 +270,7 @@ def copied(engine: VectorizedEngine, memory: StateCopy) -> float:
 
 
 def page(arguments: argparse.Namespace, found: Mapping[str, tuple[float, float, dict[str, Figures]]]) -> str:
-    """All figures in Markdown."""
+    """Return all figures as Markdown."""
     where = f"{arguments.machine}; " if arguments.machine else ""
     gpu = ", ".join(f"{name} {value}" for name, value in describe_gpu(torch.device(arguments.device), Config()).items())
     text = HEAD + (

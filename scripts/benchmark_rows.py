@@ -1,4 +1,4 @@
-"""Training steps of networks of growing size, all rows at once beside one row after another, in one process.
+"""Time training steps of networks of growing size, all rows at once beside one row after another, in one process.
 
 Both ways take turns, and a turn is one call of the engine's training pass. The ratio is the median over turns, of the seconds
 that the process itself ran. `esper.kasmina.stack.body.APART` has the sizes from which on a population runs one row after another.
@@ -29,7 +29,7 @@ BATCHES = 4
 
 
 def vectors(width: int) -> Task:
-    """Ten classes of noise, for an MLP of two blocks."""
+    """Make a task of ten classes of noise, for an MLP of two blocks."""
     generator = np.random.default_rng(0)
     x, y = generator.normal(size=(2000, 64)).astype("float32"), generator.integers(0, 10, 2000)
     task = esper.task(f"mlp of width {width}", x, y, host=esper.mlp(64, width, 10, blocks=2))
@@ -38,12 +38,12 @@ def vectors(width: int) -> Task:
 
 
 def tokens(width: int, layers: int) -> Task:
-    """The bytes of `stdlib-text`, for a transformer."""
+    """Make a task of the bytes of `stdlib-text`, for a transformer."""
     return text(Transformer(vocabulary=256, width=width, layers=layers, heads=4, length=64), (512, 16, 16, 16))
 
 
 def engine_of(task: Task, envs: int, batch: int, least: int) -> VectorizedEngine:
-    """An engine that runs one row after another from `least` parameters on."""
+    """Return an engine that runs one row after another from `least` parameters on."""
     APART.update(dict.fromkeys(APART, least))
     settings = {
         "envs": envs, "twin": False, "steps": 10**6, "amp": "off", "device": "cpu", "telemetry": {"level": "off"},

@@ -1,4 +1,4 @@
-"""Bytes that each process holds while a model grows under fully_shard, for several numbers of processes on the CPU.
+"""Count the bytes that each process holds while a model grows under fully_shard, for several numbers of processes on the CPU.
 
     python scripts/benchmark_sharding.py
     python scripts/benchmark_sharding.py --processes 1 2 --size 64x2
@@ -38,7 +38,7 @@ COLUMNS = {
 
 
 def size_of(tensors: Iterable[Any]) -> int:
-    """Bytes of tensors in this process, those that share a storage counted once."""
+    """Return the bytes of tensors in this process; those that share a storage are counted once."""
     from torch.distributed.tensor import DTensor
 
     found = {}
@@ -50,19 +50,19 @@ def size_of(tensors: Iterable[Any]) -> int:
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """The tensors of a tree of mappings and lists."""
+    """List the tensors of a tree of mappings and lists."""
     entries = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
     return [tree] if isinstance(tree, torch.Tensor) else [each for entry in entries for each in tensors_of(entry)]
 
 
 def everything() -> int:
-    """Bytes of all tensors of this process."""
+    """Return the bytes of all tensors of this process."""
     gc.collect()
     return size_of([each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)])
 
 
 def begin(width: int, layers: int) -> tuple[nn.Module, torch.optim.Optimizer, esper.Growth]:
-    """A sharded model, its optimizer and its growth."""
+    """Make a sharded model, its optimizer and its growth."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -83,7 +83,7 @@ def begin(width: int, layers: int) -> tuple[nn.Module, torch.optim.Optimizer, es
 
 
 def measure(width: int, layers: int, folder: Path) -> dict[str, Any]:
-    """The bytes of one process."""
+    """Train and grow the model in this process, and return the bytes that it holds, before and after it resumes."""
     model, optimizer, growth = begin(width, layers)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(STEPS):
@@ -112,7 +112,7 @@ def measure(width: int, layers: int, folder: Path) -> dict[str, Any]:
 
 
 def processes(number: int, size: str) -> list[dict[str, Any]]:
-    """The bytes of every one of several processes."""
+    """Run several processes, and return the bytes of each."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--size", size, "--folder", folder, "--processes", str(number), "--rank"]
         running = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(number)]

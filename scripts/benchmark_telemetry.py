@@ -57,7 +57,7 @@ populations have the same parameters, bit for bit.
 
 
 class Turn(NamedTuple):
-    """One level on one task."""
+    """Holds one task at one level, and the seconds that its steps took."""
 
     engine: VectorizedEngine
     client: Any
@@ -70,7 +70,7 @@ class Turn(NamedTuple):
 
 
 class LevelFigures(NamedTuple):
-    """The figures of one level on one task."""
+    """Holds the figures of one level on one task."""
 
     task: str
     level: str
@@ -154,12 +154,12 @@ def journal(count: int, together: int = 64) -> None:
 
 
 def peak() -> float:
-    """The largest resident size of this process so far [MiB]; on macOS the unit of the system is bytes."""
+    """Return the largest resident size of this process so far [MiB]; on macOS the unit of the system is bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
 def measured(name: str, arguments: argparse.Namespace) -> list[LevelFigures]:
-    """The figures of every level on a task."""
+    """Measure every level on a task; the levels take turns, step by step."""
     with tempfile.TemporaryDirectory() as folder:
         turns = {
             level: begun(name, level, arguments.envs, arguments.steps, arguments.controller, Path(folder))
@@ -195,13 +195,13 @@ def measured(name: str, arguments: argparse.Namespace) -> list[LevelFigures]:
 
 
 def journal_shares(turns: Mapping[Level, Turn]) -> dict[Level, float]:
-    """By level, the seconds of the processor that rows take in an episode, beside those of its steps at level off."""
+    """Return, by level, the processor seconds that rows take in an episode as a share of those of its steps at level off."""
     whole, least = sum(turns["off"].own), sum(turns["off"].journal_own)
     return {level: (sum(turn.journal_own) - least) / whole for level, turn in turns.items()}
 
 
 def share_of_rows(name: str, envs: int, steps: int) -> float:
-    """What the rows of level step take, as `journal_shares` returns it."""
+    """Measure what the rows of level step take, as `journal_shares` returns it."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         levels: tuple[Level, ...] = ("off", "step")
@@ -215,7 +215,7 @@ def share_of_rows(name: str, envs: int, steps: int) -> float:
 def begun(
     name: str, level: Level, envs: int, steps: int, controller: str, folder: Path, outputs: Sequence[Output] = ()
 ) -> Turn:
-    """A population of a task at the start of an episode. outputs: beside the file of the events."""
+    """Start an episode of a population of a task. outputs: beside the file of the events."""
     task = esper.get_task(name)
     # on the CPU, also beside a GPU: the seconds of the processor are those of the whole step there
     asked = {"envs": envs, "steps": steps, "device": "cpu", "baselines": [], "telemetry": {"level": level}}
@@ -231,7 +231,7 @@ def begun(
 
 
 def take(turn: Turn) -> None:
-    """One step of a population."""
+    """Take one step of a population, and record its seconds."""
     (view,) = turn.views
     decision = decide(turn.client, view)
     begin, own = time.perf_counter(), time.process_time()
@@ -249,7 +249,7 @@ def take(turn: Turn) -> None:
 
 
 def reads(name: str, level: Level, controller: str, folder: Path) -> float:
-    """Reads of the device in a step, as mean over eight steps of two environments."""
+    """Count the reads of the device in a step, as mean over eight steps of two environments."""
     turn = begun(name, level, 2, 8, controller, folder)
     with counted_reads() as found:
         for _ in range(8):
@@ -258,14 +258,14 @@ def reads(name: str, level: Level, controller: str, folder: Path) -> float:
 
 
 def fingerprint(engine: VectorizedEngine) -> str:
-    """A hash of the stages and of every parameter of the hosts."""
+    """Hash the stages and every parameter of the hosts."""
     digest = hashlib.sha256(engine.state.seeds.stage.tobytes())
     digest.update(engine.population.body.host.columns["value"].detach().numpy().tobytes())
     return digest.hexdigest()
 
 
 def sizes(names: Sequence[str], steps: int = 1000, envs: int = 8) -> list[str]:
-    """A table of the bytes of events.jsonl at level `step` in one run of each task, by kind of row."""
+    """Tabulate the bytes of events.jsonl at level `step` in one run of each task, by kind of row."""
     lines = [
         f"Bytes of `events.jsonl` at level `step` in a run of {steps:,} steps of {envs} environments:\n",
         "| task | MB | rows | by kind [kB] |",
@@ -286,7 +286,7 @@ def sizes(names: Sequence[str], steps: int = 1000, envs: int = 8) -> list[str]:
 
 
 class Sleeps:
-    """An output that takes as long for each row as a service on a network."""
+    """Takes as long for each row as an output to a service on a network does."""
 
     def __init__(self, seconds: float = 0.02) -> None:
         self.seconds, self.seen = seconds, list[int]()
@@ -308,7 +308,7 @@ OUTPUTS: dict[str, Callable[[Sleeps], list[Output]]] = {
 
 
 def slow_outputs(arguments: argparse.Namespace) -> list[str]:
-    """A table of the time of an episode with an output of 20 ms a row, beside an episode without one."""
+    """Tabulate the time of an episode with an output of 20 ms a row, beside an episode without one."""
     lines = [
         "What an output that sleeps 20 ms a row costs (`--outputs`): "
         f"{arguments.envs} environments and their twins, {arguments.steps} steps, medians of {REPEATS} episodes that were "
@@ -359,7 +359,7 @@ def episode(
 
 
 def page(rows: list[LevelFigures], arguments: argparse.Namespace, load: float) -> str:
-    """The page with the table of levels."""
+    """Return the page with the table of levels."""
     lines = [
         f"| {row.task} | {row.level} | {row.median:.1f} | {row.ratio:.3f} | {row.p95:.3f} | {row.own_ratio:.3f} "
         f"| {row.own_p95:.3f} | {row.journal:.2%} | {row.megabytes:.2f} | {row.reads:g} |"

@@ -1,4 +1,4 @@
-"""The whole training loop: what a policy that acts, its rollout, its updates and the rows of events add to the engine.
+"""Measures the whole training loop: what a policy that acts, its rollout, its updates and rows of events add to the engine.
 
     python scripts/benchmark_hot_path.py --table training [--quick] [--json FILE] [--page FILE] [--repeats N] [--device cpu]
 
@@ -52,7 +52,7 @@ HELD = 10**6
 
 @dataclass(frozen=True)
 class TrainingCase:
-    """A population that a policy grows, and the ways that are compared."""
+    """Describes a population that a policy grows, and the ways that are compared."""
 
     envs: int
     width: int | None = None  # of a host of four equal blocks; None is digits-narrow's own host
@@ -63,13 +63,13 @@ class TrainingCase:
     episodes: int | None = None  # how many are played; None is `--repeats`
 
     def title(self) -> str:
-        """What differs from other cases."""
+        """Name what differs from the other cases."""
         host = "" if self.width is None else f", blocks of {self.width}"
         return f"E = {self.envs}{host}, {self.live} live seeds, {self.steps} steps"
 
 
 def cases(quick: bool) -> list[TrainingCase]:
-    """Every case."""
+    """List all cases."""
     if quick:
         return [
             TrainingCase(4, steps=3, levels=("off", "step")),
@@ -87,7 +87,7 @@ def cases(quick: bool) -> list[TrainingCase]:
 
 
 class EpisodeSeconds(NamedTuple):
-    """The seconds of an episode with its update, and of its parts."""
+    """Holds the seconds of an episode with its update, and of its parts."""
 
     whole: float
     parts: Mapping[str, float]
@@ -119,7 +119,7 @@ class Clock(Observer):
 
 
 class Loop:
-    """A population, the controller that learns on it, and where its rows go."""
+    """Holds a population, the controller that learns on it, and the file of its rows."""
 
     def __init__(self, case: TrainingCase, task: AnyTask, way: str, level: str, device: str, path: Path) -> None:
         self.case, self.device = case, device
@@ -183,7 +183,7 @@ class Loop:
 
 
 def measure(case: TrainingCase, repeats: int, device: str) -> dict[str, Any]:
-    """Every way of a case in turn, one episode each; the first of each is left out."""
+    """Play one episode of every way of a case in turn, `repeats` times; the first of each is left out."""
     torch.set_num_threads(1)
     task = (
         get_task("digits-narrow") if case.width is None else digits_narrow(hidden=(case.width,) * 4, width=case.width)
@@ -219,7 +219,7 @@ def measure(case: TrainingCase, repeats: int, device: str) -> dict[str, Any]:
 
 
 def show(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The lines of a table in Markdown, of every way of every case."""
+    """Return the lines of a table in Markdown, of every way of every case."""
     columns = list(results[0]["rows"][0])
 
     def cell(name: str, value: Any) -> str:
@@ -236,7 +236,7 @@ def show(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def findings(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What a policy that plants costs beside one that waits, by the size of the hosts, and what rows of level step cost."""
+    """Say what a policy that plants costs beside one that waits, by the size of the hosts, and what rows of level step cost."""
 
     def times(ratios: Sequence[float]) -> str:
         least, most = f"{min(ratios):.1f}", f"{max(ratios):.1f}"
@@ -268,7 +268,7 @@ def findings(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def page(report: Mapping[str, Any]) -> str:
-    """The page of the figures, in Markdown."""
+    """Return the page of the figures, in Markdown."""
     begin, _, rest = (__doc__ or "").partition("\n\n    ")
     _, _, explained = rest.partition("\n\n")
     command = "python scripts/benchmark_hot_path.py --table training"

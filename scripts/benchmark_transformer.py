@@ -1,4 +1,4 @@
-"""Training steps of a byte-level transformer: the engine beside a bare, well written loop, in one process.
+"""Time training steps of a byte-level transformer: the engine beside a bare, well written loop, in one process.
 
 The *bare loop* is plain PyTorch: nn.Linear, F.layer_norm, scaled_dot_product_attention, F.cross_entropy, torch's fused AdamW,
 gradients set to None, no read of the device, one network after another. It begins with the engine's own weights, trains on the
@@ -37,13 +37,13 @@ LR = 1e-3
 
 
 def text(host: Transformer, sizes: tuple[int, int, int, int]) -> Task:
-    """The bytes of `stdlib-text`, for another host."""
+    """Make a task of the bytes of `stdlib-text` for a host."""
     folder = Path(sysconfig.get_path("stdlib"))
     return text_task("bytes", "the bytes of stdlib-text", {**sources(folder), **topics()}, str(folder), host, sizes)
 
 
 class Block(nn.Module):
-    """A layer of `Transformer`."""
+    """Computes a layer of `Transformer`."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Block(nn.Module):
         self.inner, self.out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, L, C) -> (B, L, C)."""
+        """Map (B, L, C) to (B, L, C)."""
         batch, length, width = x.shape
         q, k, v = self.read(self.attention_norm(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -63,7 +63,7 @@ class Block(nn.Module):
 
 
 class Bare(nn.Module):
-    """The network of `Transformer`, as a script would write it; it takes the weights of a host."""
+    """Computes the network of `Transformer`, as a script would write it; it takes the weights of a host."""
 
     def __init__(self, shape: Transformer, host: nn.Module) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Bare(nn.Module):
                 parameter.copy_(value.view_as(parameter))
 
     def _in_order(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters in the order of the host."""
+        """List the parameters in the order of the host."""
         found = [("tokens", self.tokens.weight), ("positions", self.positions.weight)]
         for block in self.blocks:
             modules = (block.attention_norm, block.hidden_norm, block.read, block.mix, block.inner, block.out)
@@ -88,7 +88,7 @@ class Bare(nn.Module):
         return [*found, *self.norm.named_parameters()]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens (B, L) -> logits (B, L, vocabulary)."""
+        """Map tokens (B, L) to logits (B, L, vocabulary)."""
         h = self.tokens(x) + self.positions.weight[: x.shape[1]]
         for block in self.blocks:
             h = block(h)
@@ -96,7 +96,7 @@ class Bare(nn.Module):
 
 
 class Loop:
-    """The bare loop over networks that begin as the hosts of an engine."""
+    """Trains networks that begin as the hosts of an engine, in the bare loop."""
 
     def __init__(self, engine: VectorizedEngine, task: Task, shape: Transformer, precision: str, batches: int) -> None:
         self.envs, self.batches = engine.rows, batches
@@ -111,7 +111,7 @@ class Loop:
         self.batch, self.precision = 0, precision
 
     def step(self) -> Tensor:
-        """A step's batches for every network; returns the mean losses (E,)."""
+        """Train every network on the batches of a step; returns the mean losses (E,)."""
         losses = []
         start = self.batch * self.size
         for network, optimizer, order in zip(self.networks, self.optimizers, self.order, strict=True):

@@ -51,7 +51,7 @@ explains the method and names the commands.
 
 
 class Line(NamedTuple):
-    """A figure and the bound that it must keep."""
+    """Holds a figure and the bound that it must keep."""
 
     what: str
     value: str
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def said_of(run: Path, machine: str) -> str:
-    """The run and the machine in words."""
+    """Describe the run and the machine in words."""
     events, opened = run / EVENTS, esper.open_run(run)
     with open(events, "rb") as file:
         rows = sum(1 for _ in file)
@@ -101,13 +101,13 @@ def said_of(run: Path, machine: str) -> str:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     rows = "".join(f"| {line.what} | {line.value} | {line.bound} |\n" for line in lines)
     return f"| what | measured | bound |\n|---|---|---|\n{rows}"
 
 
 def report(run: Path, folder: Path) -> list[Line]:
-    """Time, CPU time and peak memory of `esper report`."""
+    """Measure time, CPU time and peak memory of `esper report`."""
     started = time.monotonic()
     with subprocess.Popen(
         [*COMMAND, "report", str(run), "--out", str(folder / "report.html")], stdout=subprocess.DEVNULL
@@ -125,13 +125,13 @@ def report(run: Path, folder: Path) -> list[Line]:
 
 
 def cpu_of(used: resource.struct_rusage) -> float:
-    """CPU seconds of a process and the kernel for it."""
+    """Return the CPU seconds of a process and of the kernel for it."""
     return used.ru_utime + used.ru_stime
 
 
 @contextmanager
 def served(folder: Path) -> Iterator[tuple[int, str]]:
-    """Process number and address of `esper serve`."""
+    """Start `esper serve`, and yield its process number and address."""
     command = [*COMMAND, "serve", "--port", "0", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -142,7 +142,7 @@ def served(folder: Path) -> Iterator[tuple[int, str]]:
 
 
 def first_paint(run: Path) -> list[Line]:
-    """When chromium first paints the page of a run and shows its report, on a server that has read nothing yet."""
+    """Measure when chromium first paints the page of a run and shows its report, on a server that has read nothing yet."""
     from playwright.sync_api import sync_playwright
 
     chromium = shutil.which("chromium")
@@ -167,7 +167,7 @@ def first_paint(run: Path) -> list[Line]:
 
 
 def followed(run: Path, folder: Path, seconds: float, warm: float) -> list[Line]:
-    """Memory of the server while the last hour of a run is played in `seconds` and clients follow its page."""
+    """Measure the server's memory while the last hour of a run is played in `seconds` and clients follow its page."""
     rows = Replay(run, folder)
     with served(folder) as (pid, address):
         clients = [threading.Thread(target=follow, args=(address, key_of(folder)), daemon=True) for _ in range(CLIENTS)]
@@ -197,7 +197,7 @@ def followed(run: Path, folder: Path, seconds: float, warm: float) -> list[Line]
 
 
 class Replay:
-    """A copy of a run that goes on: its rows are written again in their order and at their pace, or faster."""
+    """Plays a copy of a run that goes on: its rows are written again in their order and at their pace, or faster."""
 
     def __init__(self, run: Path, folder: Path, last: float = 3600.0) -> None:
         """Writes all but the rows of the `last` seconds, of which there are at most those after the first tenth of the run."""
@@ -230,7 +230,7 @@ class Replay:
 
 
 def follow(address: str, key: str) -> None:
-    """A client that asks for the page of a run again twice a second, until the server ends."""
+    """Ask for the page of a run twice a second, until the server ends."""
     version = ""
     try:
         while True:
@@ -245,25 +245,25 @@ def follow(address: str, key: str) -> None:
 
 
 def resident(pid: int) -> float:
-    """Resident memory of a process [MB]."""
+    """Return the resident memory of a process [MB]."""
     (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS")]
     return int(line.split()[1]) / 1024
 
 
 def ended_terminal(run: Path, seconds: float, warm: float) -> Line:
-    """CPU share of the window on a run that has ended."""
+    """Measure the CPU share of the window on a run that has ended."""
     return Line("watch: CPU on the run that has ended", share(run, seconds, warm)[0], "5 %")
 
 
 def training_terminal(run: Path, folder: Path, seconds: float, warm: float) -> Line:
-    """CPU share of the window on the training at its own pace."""
+    """Measure the CPU share of the window on the training at its own pace."""
     rows = Replay(run, folder, 4 * (seconds + warm))
     threading.Thread(target=rows.play, args=(float("inf"), rows.times[-1]), daemon=True).start()
     return Line("watch: CPU on the training at its own pace", share(folder, seconds, warm)[0], "5 %")
 
 
 def growing_terminal(folder: Path, envs: int, seconds: float, warm: float) -> Line:
-    """CPU share of the window on a growth that goes on."""
+    """Measure the CPU share of the window on a growth that goes on."""
     settings = ["--envs", str(envs), "--steps", "100000", "--set", "models=none", "--set", "baselines=[]"]
     command = [
         "nice",
@@ -291,13 +291,13 @@ def growing_terminal(folder: Path, envs: int, seconds: float, warm: float) -> Li
 
 
 def step_of(folder: Path) -> int:
-    """Steps that a run has written."""
+    """Count the steps that a run has written."""
     with open(folder / EVENTS, "rb") as file:
         return sum(b'"kind":"step"' in line for line in file)
 
 
 def share(run: Path, seconds: float, warm: float) -> tuple[str, float]:
-    """CPU time of `esper watch` per time that passes once it has read what there was, in words, and the seconds of all that."""
+    """Measure the CPU share of `esper watch` once it has read what there was, in words; also return the seconds of all that."""
     began = time.monotonic()
     pid, terminal = pty.fork()
     if pid == 0:
@@ -330,7 +330,7 @@ def drain(terminal: int) -> None:
 
 
 def seconds_of(pid: int) -> float:
-    """CPU seconds that a process has used."""
+    """Return the CPU seconds that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

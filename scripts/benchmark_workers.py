@@ -1,4 +1,4 @@
-"""What workers bring: two beside one, what their time goes to, and many workers whose environments sleep.
+"""Measure what workers bring: two beside one, what their time goes to, and many workers whose environments sleep.
 
     python scripts/benchmark_workers.py ratio [--task repair] [--envs 64] [--shards 2] [--rounds 4]
     python scripts/benchmark_workers.py simulate [--task repair] [--workers 8,64,512] [--check 2,8] [--steps 6] [--sleep 4]
@@ -147,7 +147,7 @@ def ratio(asked: argparse.Namespace) -> None:
 
 
 class SleepingEngine(VectorizedEngine):
-    """A population that grows in its first episode, and in later ones sleeps and shows the same again."""
+    """Grows in its first episode; in later ones, sleeps and shows the same again."""
 
     deciding: ClassVar[list[float]] = []
     """Processor seconds of the policy in each episode of this process."""
@@ -174,7 +174,7 @@ class SleepingEngine(VectorizedEngine):
         return self.shown[self.state.step][0] if self.grown else super().view()
 
     def step(self, actions: Any, reasons: Any = None, further: Any = None) -> Any:
-        """Sleep, or grow in the first episode."""
+        """Play a step of the first episode; in later ones, sleep and show the same step again."""
         if not self.grown:
             self.shown.append(super().step(actions, reasons, further))
             return self.shown[-1]
@@ -205,7 +205,7 @@ def sleep(asked: argparse.Namespace) -> None:
 
 
 class Measured(NamedTuple):
-    """What a worker computes and sends, measured on this machine; lists have one entry for each time that it was measured."""
+    """Holds what a worker computes and sends, measured on this machine; lists have one entry for each time it was measured."""
 
     steps: int  # of an episode
     sleep: float  # of a step [s]
@@ -334,7 +334,7 @@ def exchanged(path: str, rank: int, size: int) -> tuple[float, float]:
 
 
 class Simulation:
-    """Rounds of a training with a shard for each of N workers, on some cores. Times are arrays (N,) [s]."""
+    """Simulates rounds of a training with a shard for each of N workers, on some cores. Times are arrays (N,) [s]."""
 
     def __init__(self, known: Measured, workers: int, cores: int, uneven: bool = False) -> None:
         self.known, self.workers, self.cores, self.uneven = known, workers, cores, uneven

@@ -1,4 +1,4 @@
-"""Faults that real runs meet, many times over: campaigns that go on where they were left, and the page of their results.
+"""Test faults that real runs meet, many times over, in campaigns that go on where they were left; write the page of results.
 
     kill       SIGKILL of `esper train`, `grow`, `resume`, `stream`, `heal` and `eval`, and of one's own loop, until each ends
     corrupt    damage to every file of a checkpoint and a controller, and what is made of it
@@ -27,7 +27,7 @@ PARTS = ("kill", "corrupt", "disk", "nan", "governor", "cost")
 
 
 def page(out: Path, options: str) -> str:
-    """All results that there are as Markdown."""
+    """Return all results that there are as Markdown."""
     here = machine("cpu")
     sections = [part.section(out) for part in (kill, corrupt, disk, nan, governor, cost, rounds)]
     return "\n".join(

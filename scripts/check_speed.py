@@ -45,38 +45,38 @@ ROWS = 0.02
 
 
 def ratio(case: Case) -> float:
-    """The bare stack's seconds a step over the engine's, each case in a process of its own."""
+    """Return the bare stack's seconds a step over the engine's, each case in a process of its own."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return float(pool.apply(measure, (case, TURNS, "cpu"))["table"]["engine auto"]["of_floor"])
 
 
 def learning_ratio(parts: Sequence[str]) -> float:
-    """The engine's seconds in episodes of training over its own and those of some parts."""
+    """Return the engine's seconds in episodes of training over the sum of its own and those of some parts."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         (row,) = pool.apply(benchmark_training.measure, (benchmark_training.TrainingCase(16), TURNS, "cpu"))["rows"]
     return float(row["engine"] / (row["engine"] + sum(row[part] for part in parts)))
 
 
 def measured_ratios() -> dict[str, Callable[[], float]]:
-    """What measures the ratio of each case."""
+    """Return a function for each case that measures its ratio."""
     found: dict[str, Callable[[], float]] = {name: partial(ratio, case) for name, case in CASES.items()}
     return found | {name: partial(learning_ratio, parts) for name, parts in LEARNING.items()}
 
 
 def share() -> float:
-    """The share of a step that the rows of an episode take: one of many changes, in a process of its own."""
+    """Measure the share of a step that the rows of an episode with many changes take, in a process of its own."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return float(pool.apply(share_of_rows, ("repair", 16, 24)))
 
 
 def check(name: str, measure_ratio: Callable[[], float], recorded: float) -> bool:
-    """Whether one of at most three tries reaches the lowest ratio that is accepted."""
+    """Return whether one of at most three tries reaches the lowest ratio that is accepted."""
     least = (1 - TOLERANCE) * recorded
     return tried(name, measure_ratio, lambda value: value >= least, f"recorded {recorded:.3f}, at least {least:.3f}")
 
 
 def tried(name: str, measured: Callable[[], float], accepted: Callable[[float], bool], bound: str) -> bool:
-    """Whether one of at most three tries is accepted."""
+    """Measure up to three times, print the tries, and return whether one of them is accepted."""
     tries = [measured()]
     while len(tries) < TRIES and not accepted(tries[-1]):
         tries.append(measured())

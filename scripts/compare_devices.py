@@ -1,4 +1,4 @@
-"""What a device, the size of a population and `deterministic` change in the numbers of an environment.
+"""Compare the numbers of an environment between devices, sizes of its population, and with and without `deterministic`.
 
     python scripts/compare_devices.py [--device cuda] [--json FILE] [--quick]
 
@@ -29,7 +29,7 @@ TASKS = {"digits-narrow": 8, "digits-image-narrow": 8, "stdlib-text": 2}
 def losses(
     task: str, envs: int, steps: int, device: str, deterministic: bool
 ) -> tuple[NDArray[np.float64], NDArray[Any], list[NDArray[Any]]]:
-    """The losses (T, E) of an episode, the operations (T, E) that were carried out, and the parameters of environment 0."""
+    """Return losses (T, E) of an episode, operations (T, E) that were carried out, and the parameters of environment 0."""
     chosen = get_task(task)
     settings = {"envs": envs, "steps": steps, "twin": False, "device": device, "deterministic": deterministic}
     engine = VectorizedEngine(chosen, build_config(chosen.defaults, settings, {"gates": {"permissive": True}}))
@@ -43,17 +43,17 @@ def losses(
 
 
 def same(one: list[NDArray[Any]], other: list[NDArray[Any]]) -> bool:
-    """Whether all parameters have the same bits."""
+    """Return whether all parameters have the same bits."""
     return all(a.tobytes() == b.tobytes() for a, b in zip(one, other, strict=True))
 
 
 def apart(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
-    """The largest relative difference of two arrays of losses."""
+    """Return the largest relative difference of two arrays of losses."""
     return float(np.max(np.abs(one - other) / np.abs(other)))
 
 
 def compare(task: str, steps: int, device: str, deterministic: bool) -> dict[str, Any]:
-    """The row of a task."""
+    """Measure the row of a task."""
     found = {envs: losses(task, envs, steps, device, deterministic) for envs in (1, 4, 16)}
     again, cpu = losses(task, 4, steps, device, deterministic), losses(task, 16, steps, "cpu", deterministic)
     row: dict[str, Any] = {"task": task, "deterministic": deterministic, "bits twice": same(again[2], found[4][2])}

@@ -1,4 +1,4 @@
-"""Two networks trained on digits and damaged by torch's own utilities, for `esper heal`. Each function returns its object.
+"""Make two networks that are trained on digits and damaged by torch's own utilities, for `esper heal`.
 
 cd scripts
 esper heal damaged_networks.py:pruned_cnn --intact damaged_networks.py:cnn --data damaged_networks.py:images
@@ -22,19 +22,19 @@ HALF = 898
 
 
 class ConvBlock(nn.Module):
-    """A convolution, its normalisation and a ReLU."""
+    """Computes a convolution, its normalisation and a ReLU."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.conv, self.norm = nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, C, H, W)."""
+        """Map (B, C, H, W) to (B, C, H, W)."""
         return torch.relu(self.norm(self.conv(x)))
 
 
 class Layer(nn.Module):
-    """A layer of a transformer, normalised first."""
+    """Computes a layer of a transformer, normalised first."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Layer(nn.Module):
         self.second, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, L, C) -> (B, L, C)."""
+        """Map (B, L, C) to (B, L, C)."""
         h = self.first(x)
         x = x + self.attention(h, h, h, need_weights=False)[0]
         return x + self.down(torch.relu(self.up(self.second(x))))
@@ -57,7 +57,7 @@ class Rows(nn.Module):
         self.layers, self.head = nn.ModuleList(Layer(32) for _ in range(4)), nn.Linear(32, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, 8, 8) -> (B, 10)."""
+        """Map images (B, 8, 8) to logits (B, 10)."""
         h = self.embed(x) + self.place
         for layer in self.layers:
             h = layer(h)
@@ -65,19 +65,19 @@ class Rows(nn.Module):
 
 
 def images() -> tuple[Tensor, Tensor]:
-    """Digits that the networks were not trained on, as images (899, 1, 8, 8)."""
+    """Return digits that the networks were not trained on, as images (899, 1, 8, 8)."""
     x, y = digits()
     return x[HALF:], y[HALF:]
 
 
 def rows() -> tuple[Tensor, Tensor]:
-    """The same as sequences of rows (899, 8, 8)."""
+    """Return the same digits as sequences of rows (899, 8, 8)."""
     x, y = images()
     return x[:, 0], y
 
 
 def cnn() -> nn.Module:
-    """A trained CNN of three convolutional blocks of 24 channels."""
+    """Train a CNN of three convolutional blocks of 24 channels."""
     torch.manual_seed(0)
     blocks = [ConvBlock(24) for _ in range(3)]
     ends = nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(96, 10)
@@ -85,7 +85,7 @@ def cnn() -> nn.Module:
 
 
 def pruned_cnn() -> nn.Module:
-    """The CNN without 60 % of the output channels of each block, by torch.nn.utils.prune.ln_structured."""
+    """Return the CNN without 60 % of the output channels of each block, by torch.nn.utils.prune.ln_structured."""
     model = cnn()
     for block in model.children():
         if isinstance(block, ConvBlock):
@@ -94,13 +94,13 @@ def pruned_cnn() -> nn.Module:
 
 
 def transformer() -> nn.Module:
-    """A trained transformer of four layers of width 32."""
+    """Train a transformer of four layers of width 32."""
     torch.manual_seed(0)
     return trained(Rows(), digits()[0][:HALF, 0])
 
 
 def quantised_transformer() -> nn.Module:
-    """The transformer with the linear weights of three layers at 2 bits, by torch.fake_quantize_per_channel_affine."""
+    """Return the transformer with linear weights of three layers at 2 bits, by torch.fake_quantize_per_channel_affine."""
     model = transformer()
     for layer in list(model.layers)[:3]:
         for linear in (layer.up, layer.down, layer.attention.out_proj):
@@ -118,13 +118,13 @@ def quantise(weight: Tensor) -> None:
 
 @functools.cache
 def digits() -> tuple[Tensor, Tensor]:
-    """All digits of scikit-learn as images (1797, 1, 8, 8) in [0, 1], and their labels."""
+    """Return all digits of scikit-learn as images (1797, 1, 8, 8) in [0, 1], and their labels."""
     data = load_digits()
     return torch.tensor(data.images[:, None] / 16, dtype=torch.float32), torch.tensor(data.target)
 
 
 def trained(model: nn.Module, x: Tensor, steps: int = 600) -> nn.Module:
-    """The model after steps of AdamW on the first digits."""
+    """Train a model with AdamW on the first digits, and return it."""
     optimizer, y = torch.optim.AdamW(model.parameters(), lr=3e-3), digits()[1]
     for _ in range(steps):
         at = torch.randint(len(x), (64,))

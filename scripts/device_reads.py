@@ -39,7 +39,7 @@ STAGED = 64 * 2**10
 
 
 class Read(NamedTuple):
-    """One wait of the host."""
+    """Describes one wait of the host."""
 
     what: str  # the operator or method
     site: str  # file:function of Esper's own innermost frame

@@ -1,4 +1,4 @@
-"""The two floors of `benchmark_hot_path.py`: what the work of a step costs with nothing around it, and what a script costs.
+"""Compute the two floors of `benchmark_hot_path.py`: what a step's work costs with nothing around it, and what a script costs.
 
 E environments, R rows of the stack (2 at least), n rows with an incubating seed, B examples, D features, K blocks of a host.
 """
@@ -29,7 +29,7 @@ SEED = "bypass-mlp"
 
 
 def carry_out(engine: VectorizedEngine, op: Op, slot: int, envs: NDArray[np.int64], seed: str = SEED) -> None:
-    """One step in which some environments (n,) carry out an operation, at once and to the whole dose, and the others wait."""
+    """Take one step: some environments (n,) carry out an operation, at once and to the whole dose, and the others wait."""
     actions, space = Actions.wait(engine.config.envs), engine.space
     actions.op[envs], actions.slot[envs] = op, slot
     actions.blueprint[envs] = [entry.name for entry in space.blueprints].index(seed)
@@ -39,46 +39,46 @@ def carry_out(engine: VectorizedEngine, op: Op, slot: int, envs: NDArray[np.int6
 
 
 def torch_loss(output: Tensor, target: Tensor) -> Tensor:
-    """What everyone writes."""
+    """Return the cross-entropy of every example, written with torch's own function as in most scripts."""
     return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none").view(target.shape)
 
 
 class Layer(NamedTuple):
-    """A linear map of every row."""
+    """Applies a linear map of every row."""
 
     weight: Tensor  # (R, O, D)
     bias: Tensor  # (R, O)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(R, B, D) -> (R, B, O)."""
+        """Map (R, B, D) to (R, B, O)."""
         return torch.baddbmm(self.bias.unsqueeze(1), x, self.weight.mT)
 
     def constant(self, rows: Tensor | None) -> "Layer":
-        """Some rows, or all, as constants of the graph."""
+        """Return some rows, or all, as constants of the graph."""
         weight, bias = self.weight.detach(), self.bias.detach()
         return Layer(weight, bias) if rows is None else Layer(weight.index_select(0, rows), bias.index_select(0, rows))
 
 
 class Block(NamedTuple):
-    """Two linear maps with max(z, floor) between them: a segment of a host, or a seed."""
+    """Applies two linear maps with max(z, floor) between them: a segment of a host, or a seed."""
 
     inner: Layer
     outer: Layer
     floor: Tensor | None  # (R, 1, 1); None is a ReLU
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(R, B, D) -> (R, B, D)."""
+        """Map (R, B, D) to (R, B, D)."""
         z = self.inner(x)
         return self.outer(torch.relu(z) if self.floor is None else torch.clamp(z, min=self.floor))
 
     def constant(self, rows: Tensor | None) -> "Block":
-        """Some rows, or all, as constants of the graph."""
+        """Return some rows, or all, as constants of the graph."""
         floor = self.floor if rows is None or self.floor is None else self.floor.index_select(0, rows)
         return Block(self.inner.constant(rows), self.outer.constant(rows), floor)
 
 
 class BareStack:
-    """The batches, updates and probe of an engine's steps, written by hand: baddbmm, fused AdamW, and one read.
+    """Runs the batches, updates and probe of an engine's steps, written by hand: baddbmm, fused AdamW, and one read.
 
     It begins with the engine's own parameters, so that `probe` can be held against what the engine measured. Beside the
     host it runs the seeds that are live in every row, their leave-one-out passes in the probe, and the shadow pass of the rows
@@ -132,7 +132,7 @@ class BareStack:
         self._load(task, state.instance, engine.device)
 
     def _load(self, task: AnyTask, instance: NDArray[np.int64], device: torch.device) -> None:
-        """The data of every row, padded and pooled, and where each batch of a step is in a row's order."""
+        """Load the data of every row, padded and pooled, and find where each batch of a step is in a row's order."""
         keys, row = np.unique(instance, return_inverse=True)
         problems = [task.instance(key) for key in keys.tolist()]
         self.shared = all(problem.train.x is problems[0].train.x for problem in problems)
@@ -151,7 +151,7 @@ class BareStack:
         self.generator = np.random.default_rng(0)
 
     def forward(self, x: Tensor, leaving: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        """(R, B, ...) -> outputs (R, B, C), and (n, len(leaving) * B, C) of passes that leave at a slot.
+        """Map (R, B, ...) to outputs (R, B, C), and (n, len(leaving) * B, C) of passes that leave at a slot.
 
         A pass leaves before the live seed of its slot acts, or with the incubating seed of its slot at dose 1. Passes lie
         beside each other as further examples, so that each layer is one product.
@@ -186,7 +186,7 @@ class BareStack:
         return output.masked_fill(~real, -torch.inf)
 
     def train(self) -> None:
-        """A step's batches and updates."""
+        """Train on the batches of one step."""
         drawn = self.generator.integers(2**62, size=len(self.sizes))
         order = permutations(drawn, self.sizes, self.x.device)
         for batch in range(self.batches):
@@ -207,7 +207,7 @@ class BareStack:
 
     @torch.no_grad()
     def probe(self) -> NDArray[np.float64]:
-        """(2, R) loss and metric of every row first, then means and standard errors of the passes beside them, flat."""
+        """Return loss and metric (2, R) of every row, then means and standard errors of the passes beside them, flat."""
         x, y, size, real, _ = self.examples
         leaving = self.live or self.incubating
         output, extra = self.forward(x, leaving)
@@ -229,18 +229,18 @@ class BareStack:
         return torch.cat([part.reshape(-1) for part in parts]).to(torch.float64).cpu().numpy()
 
     def _figures(self, output: Tensor, y: Tensor) -> Tensor:
-        """(R, N, C), (R, N) -> (2, R, N): loss and whether it is right."""
+        """Return the loss and whether the prediction is right, (2, R, N), of outputs (R, N, C) and targets (R, N)."""
         loss = self.loss(output, y)
         return torch.stack([loss, (output.argmax(-1) == y).to(loss.dtype)])
 
     def step(self) -> None:
-        """One step."""
+        """Train for one step and run the probe."""
         self.train()
         self.probe()
 
 
 class Plain(nn.Module):
-    """One network with its seeds, as a script would write it."""
+    """Computes one network with its seeds, as a script would write it."""
 
     def __init__(self, problem: Instance, live: Sequence[int], incubating: Sequence[int]) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ class Plain(nn.Module):
         self.seeds = nn.ModuleDict({str(slot): build(width[slot], width[slot]) for slot in (*live, *incubating)})
 
     def forward(self, x: torch.Tensor, toggled: int | None = None) -> torch.Tensor:
-        """(B, ...) -> (B, C) with the live seeds; `toggled` is a slot whose seed is left out, or put in if it incubates."""
+        """Map (B, ...) to (B, C) with the live seeds; `toggled` is a slot whose seed is left out, or put in if it incubates."""
         h = x
         for k, segment in enumerate(self.segments):
             before, h = h, segment(h)
@@ -261,7 +261,7 @@ class Plain(nn.Module):
 
 
 def plain_step(task: AnyTask, engine: VectorizedEngine, envs: int) -> Step:
-    """What a training script does: a DataLoader, one network after another, `.item()` for the running figures.
+    """Return a step as a training script does it: a DataLoader, one network after another, `.item()` for the running figures.
 
     The networks, data, seeds and passes are those of the engine's first `envs` environments.
     """

@@ -46,7 +46,7 @@ Hashes = dict[str, str]
 
 
 class Golden(NamedTuple):
-    """One run: how it is made in a folder, how it goes on there, and how a folder is set back to its middle."""
+    """Describes one run: how it is made in a folder, how it goes on there, and how a folder is set back to its middle."""
 
     name: str
     start: Callable[[Path], Any]
@@ -88,12 +88,12 @@ def main() -> None:
 
 
 def machine() -> str:
-    """What the last bits of a figure depend on."""
+    """Name what the last bits of a figure depend on."""
     return f"torch {torch.__version__.partition('+')[0]}, {torch.backends.cpu.get_cpu_capability()}, {processor()}"
 
 
 def processor() -> str:
-    """The name of the processor, as Linux tells it."""
+    """Return the name of the processor, as Linux tells it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next(
         (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown processor"
@@ -101,7 +101,7 @@ def processor() -> str:
 
 
 def golden_runs() -> list[Golden]:
-    """Three controllers on six tasks, three trainings and an evaluation; with esper-bench, its tasks and opponents too."""
+    """List three controllers on six tasks, three trainings and an evaluation; with esper-bench, its tasks and opponents too."""
     tasks = {
         "digits": lambda: esper.get_task("digits"),
         "spirals-narrow": lambda: esper.get_task("spirals-narrow"),
@@ -129,7 +129,7 @@ def golden_runs() -> list[Golden]:
 
 
 def own_task() -> esper.Task:
-    """A regression on a host with dropout, whose modules run one environment after the other."""
+    """Make a regression on a host with dropout, whose modules run one environment after the other."""
     from sklearn.datasets import load_diabetes
 
     data = load_diabetes()
@@ -147,7 +147,7 @@ def own_task() -> esper.Task:
 
 
 def grow(name: str, task: Callable[[], esper.Task], controller: str, steps: int) -> Golden:
-    """A population grown by a controller."""
+    """Describe the run of a population that a controller grows."""
     config = {
         "envs": 4,
         "steps": steps,
@@ -169,7 +169,7 @@ def grow(name: str, task: Callable[[], esper.Task], controller: str, steps: int)
 
 
 def schedule(task: esper.Task | esper.Mixture) -> str:
-    """A file of entries: one seed that is kept, and one that is pruned while it is on trial, in the first and the last slot."""
+    """Return the text of a plan: one seed that is kept, one that is pruned while it is on trial, in the first and last slot."""
     slots, menu = [slot.name for slot in task.largest().slots], task.menu
     return f"""
 - {{at: 0, op: GERMINATE, slot: {slots[0]}, blueprint: {menu[0]}, keep: true}}
@@ -180,7 +180,7 @@ def schedule(task: esper.Task | esper.Mixture) -> str:
 
 
 def train(*names: str) -> Golden:
-    """A training of six rounds with the other settings of the preset `quick`."""
+    """Describe a training of six rounds with the other settings of the preset `quick`."""
     config = {
         "envs": 16,
         "ppo": {"rounds": 6, "imitation_rounds": 2},
@@ -197,7 +197,7 @@ def train(*names: str) -> Golden:
 
 
 def evaluation(name: str, evaluate: Callable[..., Any]) -> Golden:
-    """The heuristic and those that `evaluate` adds, on a few held-out instances of `repair`."""
+    """Describe an evaluation of the heuristic and those that `evaluate` adds, on a few held-out instances of `repair`."""
 
     def start(folder: Path) -> None:
         evaluate("heuristic", "repair", instances=6, seeds=2, out=folder, overwrite=True, progress=False)
@@ -223,7 +223,7 @@ def rewind_run(folder: Path) -> None:
 
 
 def play(run: Golden) -> tuple[Hashes, Hashes]:
-    """The hashes of a run without interruption, and those of its second half made again from a checkpoint."""
+    """Return the hashes of a run without interruption, and those of its second half made again from a checkpoint."""
     scratch = Path(tempfile.mkdtemp(prefix="golden-"))
     try:
         folder = scratch / "run"
@@ -237,7 +237,7 @@ def play(run: Golden) -> tuple[Hashes, Hashes]:
 
 
 def hashes(folder: Path, figures: str) -> Hashes:
-    """The hash of each part of a run folder, by its name."""
+    """Hash each part of a run folder, by its name."""
     parts: dict[str, bytes] = {}
     for entry, value in json.loads((folder / figures).read_text()).items():
         if entry != "environment" and timeless({entry: value}):
@@ -255,13 +255,13 @@ def hashes(folder: Path, figures: str) -> Hashes:
 
 
 def packed(value: Any, scratch: Path) -> bytes:
-    """JSON without times, and with paths as they are seen from a folder, as bytes."""
+    """Return JSON without times, and with paths as they are seen from a folder, as bytes."""
     text = json.dumps(timeless(value), sort_keys=True).replace(str(scratch), "")
     return re.sub(SEARCHED, "", text).encode()
 
 
 def differing(what: str, ours: Hashes, theirs: Hashes) -> list[str]:
-    """A sentence on the parts whose hashes differ; nothing where none does."""
+    """Name the parts whose hashes differ in one sentence; nothing where none does."""
     names = [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
     return [f"not as {what}: {', '.join(names)}"] if names else []
 

@@ -37,7 +37,7 @@ def climb(job: tuple[str, int, int, list[Mapping[str, object]]]) -> Climbed:
 
 
 def main() -> None:
-    """Climb the rungs that the command line names."""
+    """Train on the rungs that the command line names, and print their scores."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rung", action="append", metavar="NAME", help=f"one of {', '.join(RUNGS)}; may be repeated")
     parser.add_argument("--seeds", type=int, default=5, metavar="N", help="trainings of a rung (5)")

@@ -1,4 +1,4 @@
-"""The machine that a benchmark runs on, for its record."""
+"""Describe the machine that a benchmark runs on, for its record."""
 
 import os
 import platform
@@ -14,7 +14,7 @@ from esper.tolaria.runtime import describe_gpu
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Where and with what this runs."""
+    """Return the processor, caches, load, device and versions of this machine, by name."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -37,7 +37,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def machine_line(report: dict[str, Any] | None = None) -> str:
-    """The processor, the versions and the load in words; of a report, or of this machine as it is now."""
+    """Describe the processor, the versions and the load in words; of a report, or of this machine as it is now."""
     known = report or machine("cpu")
     own = "{device}, {processor}, {cores} cores, torch {torch}, Python {python}".format(**known)
     if report is not None:

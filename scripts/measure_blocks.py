@@ -1,4 +1,4 @@
-"""What the blueprints `block` and `narrow-copy` bring: stacks of two blocks, whose number or widths may grow while they train.
+"""Measure what the blueprints `block` and `narrow-copy` bring to stacks of two blocks whose number or widths may grow.
 
     python scripts/measure_blocks.py digits
     python scripts/measure_blocks.py bytes --seeds 8 --steps 3000
@@ -33,7 +33,7 @@ BLOCKS, WIDTH, RATE, BUDGET = 2, 16, 3e-3, 2.0
 
 
 class Block(nn.Module):
-    """A pre-norm block of two layers."""
+    """Computes a pre-norm block of two layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,12 +44,12 @@ class Block(nn.Module):
 
 
 def residual(blocks: int) -> nn.Module:
-    """Classes of digits, (B, 64) -> (B, 10)."""
+    """Return a network that maps digits (B, 64) to scores of the classes (B, 10)."""
     return nn.Sequential(nn.Linear(64, WIDTH), *(Block() for _ in range(blocks)), nn.Linear(WIDTH, 10))
 
 
 class Heads(nn.Module):
-    """Causal attention of two heads of 8 features, of which there may be more."""
+    """Computes causal attention of two heads of 8 features, of which there may be more."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Heads(nn.Module):
 
 
 class Gated(nn.Module):
-    """A feed-forward of 16 gated units."""
+    """Computes a feed-forward of 16 gated units."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Gated(nn.Module):
 
 
 class HeadsBlock(nn.Module):
-    """A block of a transformer."""
+    """Computes a block of a transformer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class HeadsBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Scores of the next byte, (B, T) -> (B, T, 256)."""
+    """Maps bytes (B, T) to scores of the next byte (B, T, 256)."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()

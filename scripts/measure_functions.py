@@ -1,4 +1,4 @@
-"""What the function of a seed's hidden units brings: that of the layers which it spans, or the ReLU, on the digits.
+"""Compare functions of a seed's hidden units on the digits: that of the layers which it spans, or the ReLU.
 
     python scripts/measure_functions.py
     python scripts/measure_functions.py --seeds 12 --functions GELU Tanh

@@ -1,4 +1,4 @@
-"""What `repeat` brings: a small byte transformer on Python's standard library, whose blocks may run again with their own weights.
+"""Measure what `repeat` brings to a small byte transformer, whose blocks may run again with their own weights.
 
     python scripts/measure_repeat.py
     python scripts/measure_repeat.py --seeds 8 --steps 3000
@@ -25,7 +25,7 @@ VOCABULARY, LENGTH, WIDTH, BATCH, RATE = 256, 64, 32, 16, 3e-3
 
 
 class Block(nn.Module):
-    """A pre-norm block with causal attention of one head."""
+    """Computes a pre-norm block with causal attention of one head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Next bytes (B, L) -> (B, L, 256)."""
+    """Maps bytes (B, L) to scores of the next byte (B, L, 256)."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Decoder(nn.Module):
 
 
 def loss_of(output: Tensor, y: Tensor) -> Tensor:
-    """Mean over the bytes of each sequence, (B,)."""
+    """Return the mean loss over the bytes of each sequence, (B,)."""
     return F.cross_entropy(output.mT, y, reduction="none").mean(1)
 
 
@@ -97,7 +97,7 @@ def trained(
 
 @torch.no_grad()
 def held_out(model: nn.Module, task: esper.Task) -> float:
-    """The mean loss on sequences of the test split."""
+    """Return the mean loss on sequences of the test split."""
     return float(
         torch.cat(
             [loss_of(model.eval()(x), y) for x, y in zip(task.test.x.split(64), task.test.y.split(64), strict=True)]

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class Mutation(NamedTuple):
-    """A fault: in which file which text becomes which, and the tests that should notice first, below tests/."""
+    """Describes a fault: in which file which text becomes which, and the tests that should notice first, below tests/."""
 
     file: str
     old: str

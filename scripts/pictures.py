@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def two_thirds(run: Path, folder: Path) -> Path:
-    """A copy of a run as it was after two thirds of its steps, with this process as the one that writes it."""
+    """Copy a run as it was after two thirds of its steps, with this process as the one that writes it."""
     shutil.copytree(run, folder, ignore=shutil.ignore_patterns(SUMMARY, REPORT))
     lines = (run / EVENTS).read_bytes().splitlines(keepends=True)
     ends = [index for index, line in enumerate(lines) if json.loads(line)["kind"] == "step"]
@@ -73,7 +73,7 @@ def two_thirds(run: Path, folder: Path) -> Path:
 
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """The address of the list of `esper serve`."""
+    """Start `esper serve`, and yield the address of its list."""
     command = [sys.executable, "-m", "esper", "serve", "--port", "0", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -84,7 +84,7 @@ def served(folder: Path) -> Iterator[str]:
 
 
 def picture(browser: Browser, address: str) -> bytes:
-    """The top of a page; of the only run, where the address is that of a list."""
+    """Take a picture of the top of a page; of the only run, where the address is that of a list."""
     page = browser.new_page(viewport=PAGE, color_scheme="light")
     page.goto(address)
     if address.startswith("http"):
@@ -96,7 +96,7 @@ def picture(browser: Browser, address: str) -> bytes:
 
 
 async def screen(run: Path) -> str:
-    """The terminal as SVG, with the second environment chosen."""
+    """Return the terminal as SVG, with the second environment chosen."""
     app: Any = Watch(run)
     async with app.run_test(size=TERMINAL) as pilot:
         await pilot.pause()
@@ -107,7 +107,7 @@ async def screen(run: Path) -> str:
 
 
 def drawn(browser: Browser, terminal: str) -> bytes:
-    """An SVG as a picture. The fonts that it would load from a server are replaced by one of this machine."""
+    """Draw an SVG as a picture. The fonts that it would load from a server are replaced by one of this machine."""
     local = re.sub(r"@font-face\s*\{.*?\}", "", terminal, flags=re.DOTALL).replace("Fira Code", FONT)
     page = browser.new_page(viewport={"width": 1000, "height": 800})
     page.set_content(

@@ -1,4 +1,4 @@
-"""What lies between a step of the engine and one of the bare stack (scripts/floors.py): seconds of each part of both.
+"""Compare a step of the engine with one of the bare stack (scripts/floors.py): seconds of each part of both.
 
 Both take turns, step by step. Every figure is the median over turns of the seconds that the process itself ran; the share is
 that of what the engine takes more in the whole step of the bare stack.
@@ -63,7 +63,7 @@ def timed(owner: type, name: str, part: str) -> None:
 
 
 def parts(step: Any) -> dict[str, float]:
-    """Seconds of the parts of one step, which add up to it."""
+    """Return the seconds of the parts of one step, which add up to it."""
     SPENT.clear()
     begin = time.process_time()
     step()

@@ -1,4 +1,4 @@
-"""How often a step makes the host wait for the device, and which line asks for it.
+"""Count how often a step makes the host wait for the device, and name the lines that ask for it.
 
 Counted by intercepting the calls that would wait, on any device, copies to a GPU that block among them, but not those of threads
 that read ahead. On CUDA `torch.cuda.set_sync_debug_mode` counts as well: there a step should have no wait that it names, because
@@ -69,7 +69,7 @@ def counted_waits(cuda: bool, mode: str) -> Iterator[Counter[str]]:
 
 
 def streamed() -> Task:
-    """A task whose training examples stay in a Dataset."""
+    """Make a task whose training examples stay in a Dataset."""
     x = torch.randn(4000, 64, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(x, x[:, :10].argmax(1))
     return esper.task("streamed", data, host=esper.mlp(inputs=64, width=16, classes=10), classes=10, stream=True)
@@ -78,7 +78,7 @@ def streamed() -> Task:
 def measure(
     task: str, envs: int, settings: Mapping[str, Any], steps: int, device: str, mode: str = "warn"
 ) -> dict[str, Any]:
-    """Reads of every step of one episode under random valid decisions, sensors measured at every second step.
+    """Count the reads of every step of one episode under random valid decisions, sensors measured at every second step.
 
     With compiled passes nothing is planted, so that one plan is compiled, and torch's own count is the only one: torch compiles
     nothing while calls are intercepted.

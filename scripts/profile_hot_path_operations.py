@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, operator by operator: torch's profiler on steps of a policy that acts.
+"""Profile where the time of a training step goes, operator by operator, on steps of a policy that acts.
 
     python scripts/profile_hot_path_operations.py [--quick] [--json FILE] [--envs 64] [--live 2] [--device cpu]
 

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs.yml: pages and examples beside docs/ become part of the site, and the site loads nothing from another host."""
+"""Add pages and examples beside docs/ to the site, and refuse what it would load from another host (hooks of mkdocs.yml)."""
 
 import os
 import re
@@ -65,7 +65,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point links that lead to pages outside docs/ to their pages of the site."""
+    """Rewrite links that lead to pages outside docs/ so that they lead to their pages of the site."""
     if page.file.src_uri.startswith(("bench/", "examples/")):
         markdown = re.sub(r"\]\((?:\.\./)?\.\./docs/", "](../", markdown)
         return markdown.replace("](../README.md)", "](index.md)" if page.file.name != "index" else "](../index.md)")
@@ -90,7 +90,7 @@ def on_post_build(config: Any) -> None:
 
 
 def from_root(markdown: str) -> str:
-    """A page that stands beside docs/, with its links as they are from within docs/."""
+    """Rewrite the links of a page that stands beside docs/ as they are from within docs/."""
     markdown = re.sub(r"\]\(docs/benchmarks/?\)", "](benchmarks/README.md)", markdown)
     markdown = re.sub(r"\]\(docs/", "](", markdown)
     markdown = re.sub(rf"\]\({BENCH}/", "](bench/", markdown)
@@ -100,7 +100,7 @@ def from_root(markdown: str) -> str:
 
 
 def foreign_assets(text: str, suffix: str) -> list[str]:
-    """The addresses at other hosts that a browser would load with a page (.html) or a style sheet (.css)."""
+    """List the addresses at other hosts that a browser would load with a page (.html) or a style sheet (.css)."""
     styles = [text] if suffix == ".css" else []
     found = []
     if suffix == ".html":

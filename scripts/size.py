@@ -29,7 +29,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Place(NamedTuple):
-    """A function of the package: its module, its class or "", and its name."""
+    """Names a function of the package: its module, its class or "", and its name."""
 
     module: str
     owner: str
@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
 
 class House:
-    """The modules of the package, their definitions, and what each module imports."""
+    """Reads the modules of the package, their definitions, and what each module imports."""
 
     def __init__(self) -> None:
         self.trees: dict[str, ast.Module] = {}

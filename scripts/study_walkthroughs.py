@@ -1,4 +1,4 @@
-"""What growth brings on the pages in docs/walkthroughs, beside static networks with the same data, batches, steps and optimizer.
+"""Compare growth on the pages in docs/walkthroughs with static networks: same data, batches, steps and optimizer.
 
 The code of a page is what runs. A static network runs the same code without its lines of Esper, from the same weights where it
 has the same host, and on the same batches. Learning rates are chosen on the seeds `TUNING`, which are not reported.
@@ -43,7 +43,7 @@ Prepare = Callable[[nn.Module, torch.optim.Optimizer, Mapping[str, Any]], None]
 
 
 class Page(NamedTuple):
-    """What is particular to a page.
+    """Describes what is particular to a page.
 
     host: the name of the function or class that builds its host; its first argument is the width of the hidden layers.
     hidden: that width on the page.
@@ -81,14 +81,14 @@ ARMS = {
 
 
 class Code(NamedTuple):
-    """The Python of a page."""
+    """Holds the Python of a page."""
 
     definitions: str
     pretraining: str  # empty where the page has none
     training: str
 
     def changed(self, seed: int, scale: int, rate: float | None = None) -> "Code":
-        """With another seed, 1 / `scale` of its steps, and in the training another learning rate where one is given."""
+        """Return the code with another seed, 1 / `scale` of its steps and, unless None, another learning rate in the training."""
 
         def shorter(match: re.Match[str]) -> str:
             steps, every = (max(int(figure) // scale, 1) for figure in match.groups())
@@ -100,7 +100,7 @@ class Code(NamedTuple):
         return Code(self.definitions, before, after if rate is None else re.sub(r"lr=[\d.e-]+", f"lr={rate}", after))
 
     def static(self) -> "Code":
-        """With a call of `prepare` in place of growth."""
+        """Return the code with a call of `prepare` in place of growth."""
         lines = [
             "prepare(model, optimizer)" if line.startswith("growth = ") else line
             for line in self.training.replace(", growth.step)", ")").splitlines()
@@ -110,14 +110,14 @@ class Code(NamedTuple):
 
 
 def code_of(name: str) -> Code:
-    """The Python of a page: what it defines, its pretraining where there is one, and its training."""
+    """Read the Python of a page: what it defines, its pretraining where there is one, and its training."""
     text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
     first, *between, last = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     return Code(first, "\n".join(between), last)
 
 
 class Result(NamedTuple):
-    """One network: its score, its trained parameters, the processor's seconds for the training, and the seeds that were kept."""
+    """Holds one network's score, its trained parameters, the processor seconds of the training, and the seeds that were kept."""
 
     score: float
     params: int
@@ -129,11 +129,11 @@ class Result(NamedTuple):
 
 
 def nothing(model: nn.Module, optimizer: torch.optim.Optimizer, names: Mapping[str, Any]) -> None:
-    """Leaves the host as it is."""
+    """Leave the host as it is."""
 
 
 def planting(places: Sequence[Sequence[str]] | None, freeze: str) -> Prepare:
-    """Plants seeds that act at full dose from the first step on, each given as a site and a blueprint; None for every site."""
+    """Return a function that plants seeds at full dose from the first step on: (site, blueprint) each, or None for every site."""
 
     def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, names: Mapping[str, Any]) -> None:
         data = {"probe": names["probe"], "loss": names["loss"], "scheduler": names.get("scheduler")}
@@ -152,7 +152,7 @@ def planting(places: Sequence[Sequence[str]] | None, freeze: str) -> Prepare:
 
 
 class LowRank(nn.Module):
-    """LoRA (arXiv 2106.09685, section 4.1): W + B A with B zero at first; the learning rate takes the place of its scale."""
+    """Adds LoRA (arXiv 2106.09685, section 4.1): W + B A with B zero at first; the learning rate takes the place of its scale."""
 
     def __init__(self, weight: Tensor, rank: int) -> None:
         super().__init__()
@@ -160,12 +160,12 @@ class LowRank(nn.Module):
         self.b = nn.Parameter(torch.zeros(weight.shape[0], rank))
 
     def forward(self, weight: Tensor) -> Tensor:
-        """(out, in) -> (out, in)."""
+        """Map weights (out, in) to (out, in)."""
         return weight + self.b @ self.a
 
 
 def adapting(added: int) -> Prepare:
-    """Freezes the host and gives each linear layer in its blocks LoRA of one rank, with about so many parameters in all."""
+    """Return a function that freezes the host and gives its blocks LoRA of one rank at each linear layer, `added` in all."""
 
     def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, names: Mapping[str, Any]) -> None:
         model.requires_grad_(False)
@@ -182,12 +182,12 @@ def adapting(added: int) -> Prepare:
 
 
 def size(model: nn.Module) -> int:
-    """Number of parameters."""
+    """Return the number of parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def widened(build: Callable[..., nn.Module], hidden: int, wanted: int) -> Callable[[], nn.Module]:
-    """Builds hosts whose hidden layers have the width at which they come closest to so many parameters.
+    """Return a builder of hosts whose hidden layers have the width at which they come closest to so many parameters.
 
     The size of a host is linear in that width. Behind such a host the random numbers go on as behind the host of the page.
     """
@@ -208,7 +208,7 @@ def widened(build: Callable[..., nn.Module], hidden: int, wanted: int) -> Callab
 
 
 class Study:
-    """The networks of a page with one seed, 1 / `scale` of the steps of the page."""
+    """Trains the networks of a page with one seed, for 1 / `scale` of the steps of the page."""
 
     def __init__(self, name: str, seed: int, scale: int) -> None:
         self.page, self.seed, self.scale, self.code = STUDIED[name], seed, scale, code_of(name)
@@ -217,7 +217,7 @@ class Study:
         self.build = self.defined[self.page.host]
 
     def pretrained(self, build: Callable[..., nn.Module]) -> dict[str, Any]:
-        """What the page defines, with the network that its pretraining makes of a host."""
+        """Return what the page defines, with the network that its pretraining makes of a host."""
         names = {**self.defined, self.page.host: build}
         exec(self.code.changed(self.seed, self.scale).pretraining, names)
         return names
@@ -242,7 +242,7 @@ class Study:
         return Result(self.score(own), trained, seconds, kept)
 
     def score(self, names: Mapping[str, Any]) -> float:
-        """The score of the page's network on its test data."""
+        """Return the score of the page's network on its test data."""
         model = names["model"].eval()
         outputs = []
         with torch.no_grad():
@@ -253,7 +253,7 @@ class Study:
             return statistics.fmean(float(names["loss"](output, y)) for output, y in outputs) / math.log(2)
 
     def run(self) -> dict[str, Result]:
-        """Every network of the page."""
+        """Train every network of the page."""
         if self.code.pretraining:
             return self._adapt()
         names = self.defined
@@ -268,7 +268,7 @@ class Study:
         }
 
     def _adapt(self) -> dict[str, Result]:
-        """The networks of a page that has a pretraining; its seconds are not counted."""
+        """Train the networks of a page that has a pretraining; the seconds of the pretraining are not counted."""
         names, chosen = self.pretrained(self.build), self.page.chosen
         grown = self.train(names)
         wider = widened(self.build, self.page.hidden, size(names["model"]) + grown.params)
@@ -283,7 +283,7 @@ class Study:
         }
 
     def tune(self, rate: float) -> dict[str, Result]:
-        """The networks whose learning rates are chosen, at a rate."""
+        """Train the networks whose learning rates are chosen, at a rate."""
         if not self.code.pretraining:
             alone, full = (self.train(self.defined, prepare, rate) for prepare in (nothing, planting(None, "none")))
             return {"never": alone, "all-sites": full}
@@ -313,7 +313,7 @@ def tune(name: str, scale: int) -> None:
 
 
 def interval(values: Sequence[float]) -> str:
-    """The mean over seeds with its 95 % interval by Student's t."""
+    """Format the mean over seeds with its 95 % interval by Student's t."""
     error = statistics.stdev(values) / math.sqrt(len(values))
     reach = float(stdtrit(len(values) - 1, 0.975)) * error
     middle = statistics.fmean(values)
@@ -321,7 +321,7 @@ def interval(values: Sequence[float]) -> str:
 
 
 def table(name: str, kept: Mapping[str, Mapping[str, Any]]) -> str:
-    """The table of a page. The difference is positive where the network is better than the grown one."""
+    """Return the table of a page. The difference is positive where the network is better than the grown one."""
     words, sign = SCORES[STUDIED[name].score]
     trained = "trained parameters" if code_of(name).pretraining else "parameters"
     lines = [

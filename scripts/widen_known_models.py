@@ -77,7 +77,7 @@ def of_timm(name: str, side: int) -> nn.Module:
 
 
 def output(model: nn.Module, x: Tensor) -> Tensor:
-    """The output of a network; its first one if it has several."""
+    """Return the output of a network; its first one if it has several."""
     found = model(x)
     values = [found] if isinstance(found, Tensor) else [*found.values()] if isinstance(found, dict) else [*found]
     return values[0]
@@ -85,7 +85,7 @@ def output(model: nn.Module, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def row(name: str, build: Callable[[], nn.Module], x: Tensor) -> str:
-    """A row of the table."""
+    """Widen one network, and return its row of the table."""
     torch.manual_seed(0)
     model, begin = build().double().eval(), time.perf_counter()
     for parameter in model.parameters():

@@ -12,12 +12,12 @@ Result = dict[str, Any]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """A table in Markdown."""
+    """Return the lines of a table in Markdown."""
     return ["", *("| " + " | ".join(map(str, row)) + " |" for row in (head, ["---"] * len(head), *rows)), ""]
 
 
 def speed(result: Result) -> list[object]:
-    """Milliseconds, EPS by the clock, EPS by the process's own seconds, and both ratios of the engine."""
+    """Return milliseconds, EPS by the clock, EPS by the process's own seconds, and both ratios of the engine."""
     ways = result["table"]
     engine, bare, torch = ways["engine auto"], ways[BARE], ways[TORCH]
     of_torch = engine["of_floor"] / torch["of_floor"]
@@ -27,12 +27,12 @@ def speed(result: Result) -> list[object]:
 
 
 def memory(result: Result) -> list[object]:
-    """Tensors of the population, and the resident peak, in MiB."""
+    """Return the tensors of the population and the resident peak, in MiB."""
     return [f"{result['memory']['population_mib']:.1f}", f"{result['memory']['peak_rss_mib']:.0f}"]
 
 
 def states(results: Sequence[Result]) -> list[str]:
-    """The table by what the seeds do."""
+    """Return the table by what the seeds do."""
     rows = []
     for result in results:
         case, ways = result["case"], result["table"]
@@ -43,7 +43,7 @@ def states(results: Sequence[Result]) -> list[str]:
 
 
 def envs(results: Sequence[Result]) -> list[str]:
-    """The table over E."""
+    """Return the table over E."""
     rows = [
         [result["case"]["envs"], way, f"{row['own_eps']:.0f}", f"{row['of_floor']:.2f}", *memory(result)]
         for result in results
@@ -58,7 +58,7 @@ def envs(results: Sequence[Result]) -> list[str]:
 
 
 def shapes(results: Sequence[Result]) -> list[str]:
-    """The tables over S and over parameters."""
+    """Return the table over S and over parameters."""
     rows = [
         [r["slots"], r["case"]["width"], f"{r['host_params']:,}", r["case"]["live"], *speed(r), *memory(r)]
         for r in results
@@ -70,7 +70,7 @@ def shapes(results: Sequence[Result]) -> list[str]:
 
 
 def coalitions(results: Sequence[Result]) -> list[str]:
-    """What complete attribution adds to a step."""
+    """Return the table of what complete attribution adds to a step."""
     rows = []
     for result in results:
         fourth, every = (f"{1 / result['table'][f'every {n}']['of_floor'] - 1:+.0%}" for n in (4, 1))
@@ -84,7 +84,7 @@ def coalitions(results: Sequence[Result]) -> list[str]:
 
 
 def phases(results: Sequence[Result]) -> list[str]:
-    """Where the time goes, and what reads the device."""
+    """Return the table of where the time goes, and of what reads the device."""
     names = ("apply", "train", "tick", "probe", "close")
     rows = [
         [
@@ -102,7 +102,7 @@ def phases(results: Sequence[Result]) -> list[str]:
 
 
 def compiled(results: Sequence[Result]) -> list[str]:
-    """The engine with compiled passes beside the bare stack, which runs eagerly."""
+    """Return the table of the engine with compiled passes beside the bare stack, which runs eagerly."""
     rows = []
     for result in results:
         case, ways = result["case"], result["table"]
@@ -129,7 +129,7 @@ def compiled(results: Sequence[Result]) -> list[str]:
 
 
 def gap(results: Sequence[Result]) -> list[str]:
-    """What lies between the engine and the bare stack."""
+    """Return the table of what lies between the engine and the bare stack."""
     lines = [
         "## What lies between",
         "",
@@ -181,7 +181,7 @@ SCALE: dict[str, tuple[str, str, Callable[[Result], object]]] = {
 
 
 def scale(report: Result) -> list[str]:
-    """How a step grows with E, S, parameters and live seeds."""
+    """Return the tables of how a step grows with E, S, parameters and live seeds."""
     lines = []
     for at, (name, held, value) in SCALE.items():
         rows = []

@@ -115,7 +115,7 @@ def main() -> None:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     return "\n".join(
         [
             HEAD,
@@ -128,7 +128,7 @@ def page() -> str:
 
 
 def fields(row: type[Row]) -> dict[str, tuple[str, bool, str]]:
-    """By name in the file, the type, whether it can be null, and the meaning of the fields that not all kinds of rows have."""
+    """Return type, whether it can be null, and meaning, by name in the file, of the fields that not all kinds of rows have."""
     found = msgspec.inspect.type_info(row)
     assert isinstance(found, msgspec.inspect.StructType)
     known = (
@@ -145,7 +145,7 @@ def fields(row: type[Row]) -> dict[str, tuple[str, bool, str]]:
 
 
 def type_name(kind: msgspec.inspect.Type) -> tuple[str, bool]:
-    """(JSON type, whether null is one of its values)."""
+    """Return the JSON type, and whether null is one of its values."""
     match kind:
         case msgspec.inspect.Metadata(type=inner):
             return type_name(inner)

@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     raw = slot_features([sensor.name for sensor in SENSORS])[: len(SLOT) + len(SENSORS)]
     sensors = (
         feature._replace(
@@ -121,7 +121,7 @@ def _flags(flags: Iterable[Flag]) -> str:
 
 
 def _form(sensor: Feature) -> str:
-    """How a sensor's value becomes a feature, where it does not enter as it is."""
+    """Say how a sensor's value becomes a feature, where it does not enter as it is."""
     return "as a share of gradient_rms^2, between -1 and 1" if sensor.unit == "1" else "as a logarithm"
 
 

@@ -29,7 +29,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def page() -> str:
-    """The whole page: a table of every group's names, and an entry for each."""
+    """Return the whole page: a table of every group's names, and an entry for each."""
     parts = [HEAD.strip()]
     for heading, names in groups().items():
         rows = [f"| [`esper.{name}`](#esper.{name}) | {summary(name)} |" for name in names]
@@ -39,7 +39,7 @@ def page() -> str:
 
 
 def groups() -> dict[str, list[str]]:
-    """The public names by heading: the imports of `__init__.pyi` below each of its comments."""
+    """List the public names by heading: the imports of `__init__.pyi` below each of its comments."""
     found: dict[str, list[str]] = {}
     for line in Path(esper.__file__).with_suffix(".pyi").read_text(encoding="utf-8").splitlines():
         if line.startswith("# "):
@@ -50,7 +50,7 @@ def groups() -> dict[str, list[str]]:
 
 
 def summary(name: str) -> str:
-    """The first sentence of a public name's docstring."""
+    """Return the first sentence of a public name's docstring."""
     text = inspect.getdoc(getattr(esper, name))
     assert text is not None, name
     paragraph = " ".join(text.partition("\n\n")[0].split())
@@ -58,7 +58,7 @@ def summary(name: str) -> str:
 
 
 def entry(name: str) -> Iterator[str]:
-    """The heading, the signature and the docstring of a public name, and the members of a class."""
+    """Yield the heading, the signature and the docstring of a public name, and the members of a class."""
     member = getattr(esper, name)
     described = prose(inspect.getdoc(member) or "")
     yield f'<a id="esper.{name}"></a>\n\n### esper.{name}'
@@ -77,7 +77,7 @@ def entry(name: str) -> Iterator[str]:
 
 
 def keys(name: str) -> Iterator[str]:
-    """Where the keys of a config are described, with those of one section."""
+    """Say where the keys of a config are described, and list those of one section."""
     prefix = "" if name == "Config" else f"{name.removesuffix('Config').lower()}."
     listed = [row for row in reference() if prefix and row[0].startswith(prefix)]
     yield "[The configuration](config.md) has every key with its default, its type and its meaning."
@@ -88,7 +88,7 @@ def keys(name: str) -> Iterator[str]:
 
 
 def members(name: str, cls: type) -> list[str]:
-    """The fields that the docstring of a class does not describe, and its public methods, which may be of private bases."""
+    """List the fields that the docstring of a class does not describe, and its public methods, which may be of private bases."""
     private = [base for base in cls.__mro__[1:] if base.__module__.startswith("esper.") and not public(base)]
     seen = set()
     documented = set(re.findall(r"^    (\w+)(?: \(|:)", inspect.getdoc(cls) or "", re.MULTILINE))
@@ -111,7 +111,7 @@ def members(name: str, cls: type) -> list[str]:
 
 
 def method(name: str, node: Function) -> str:
-    """A method or a property of a class."""
+    """Describe a method or a property of a class."""
     decorators = {ast.unparse(decorator) for decorator in node.decorator_list}
     text = prose(ast.get_docstring(node) or "")
     if "property" in decorators:
@@ -123,17 +123,17 @@ def method(name: str, node: Function) -> str:
 
 
 def public(cls: type) -> bool:
-    """Whether a class has an entry of its own."""
+    """Return whether a class has an entry of its own."""
     return any(getattr(esper, name) is cls for name in esper.__all__)
 
 
 def parsed(member: Any) -> Any:
-    """The definition of a function or a class in its source."""
+    """Parse the definition of a function or a class in its source."""
     return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(member)))).body[0]
 
 
 def signature(called: str, node: Function, drop: int = 0) -> str:
-    """A block with a call: on one line, or with a line for each parameter. `drop` leaves out `self`."""
+    """Return a block with a call: on one line, or with a line for each parameter. `drop` leaves out `self`."""
     arguments = node.args
     plain = [*arguments.posonlyargs, *arguments.args]
     defaults = [None] * (len(plain) - len(arguments.defaults)) + list(arguments.defaults)
@@ -160,7 +160,7 @@ def _parameter(node: ast.arg, default: ast.expr | None) -> str:
 
 
 def prose(text: str) -> str:
-    """A docstring as Markdown: sections and paragraphs that describe one name after the other become lists."""
+    """Convert a docstring to Markdown: sections and paragraphs that describe one name after the other become lists."""
     parts = []
     for part in re.split(r"\n\n(?=\S)", text):
         section, _, entries = part.partition(":\n")
@@ -174,7 +174,7 @@ def prose(text: str) -> str:
 
 
 def _list(entries: str) -> str:
-    """Lines `name (kind): meaning`, each with the lines that go on with it, as a list."""
+    """Convert lines `name (kind): meaning`, each with the lines that go on with it, to a list."""
     lines = []
     for line in entries.splitlines():
         found = re.match(r"(\w+(?:, \w+)*)((?: \(.+?\))?): (.*)", line)

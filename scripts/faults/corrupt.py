@@ -1,4 +1,4 @@
-"""Damage to the files of checkpoints and controllers, and what is made of them.
+"""Damage files of checkpoints and controllers, and record what is made of them.
 
 The checkpoints lie as SIGKILL left them, those of a training and of a growth, with an earlier checkpoint beside the newest and
 without. A case damages one file or folder of a copy, a quarter of the drawn ones `latest` too, and reads it with the library's
@@ -68,7 +68,7 @@ FILE = "corrupt.jsonl"
 
 
 class Case(NamedTuple):
-    """One damage."""
+    """Describes one damage."""
 
     material: str  # the command whose run is damaged
     target: (
@@ -79,7 +79,7 @@ class Case(NamedTuple):
     latest_too: bool = False  # whether `latest` is cut short beside it
 
     def words(self) -> str:
-        """For a person."""
+        """Describe the damage for a person."""
         beside = f"{', latest cut short' if self.latest_too else ''}, {'one' if self.previous else 'none'} before it"
         return f"{self.material}: {self.target} {self.damage}{beside}"
 
@@ -88,7 +88,7 @@ CHECKPOINT, CONTROLLER = "checkpoint", (POLICY, WEIGHTS)
 
 
 def cases(commands: Sequence[Command], count: int, seed: int) -> list[Case]:
-    """Every damage of every file and folder, then random truncations and bits until there are `count`; thinned to fewer."""
+    """List every damage of every file and folder, then random truncations and bits until there are `count`; thinned to fewer."""
     files, rest = (LATEST, FACTS, TENSORS), {CHECKPOINT: OF_FOLDERS, CHECKPOINTS: OF_ALL}
     wanted = {**dict.fromkeys(files, OF_FILES), **rest}
     every = [
@@ -126,7 +126,7 @@ class Material(NamedTuple):
 
 
 def material(command: Command, out: Path) -> Material:
-    """Made once and kept in `out`."""
+    """Make the runs of a command that are damaged, once, and keep them in `out`."""
     place = out / "material" / command.name
     if not place.exists():
         scratch = Path(tempfile.mkdtemp(dir=out))
@@ -161,13 +161,13 @@ def keep_two(run: Path) -> None:
 
 
 def digest(state: Mapping[str, Any]) -> str:
-    """sha256 of all that a checkpoint brought back."""
+    """Return the sha256 of all that a checkpoint brought back."""
     tensors, plain = flatten(dict(state))
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode() + save(tensors)).hexdigest()
 
 
 def campaign(out: Path, commands: Sequence[Command], count: int, resumed: int, seed: int) -> None:
-    """Every case that is not yet kept, `resumed` of them through `esper resume` too."""
+    """Run every case that is not yet kept, `resumed` of them through `esper resume` too."""
     check_payload(out)
     listed = cases(commands, count, seed)
     of_checkpoint = [number for number, case in enumerate(listed) if case.target not in CONTROLLER]
@@ -189,7 +189,7 @@ def campaign(out: Path, commands: Sequence[Command], count: int, resumed: int, s
 
 
 def examine(case: Case, stock: Material, scratch: Path, seed: Sequence[int], resumes: bool) -> Record:
-    """Damage a copy of a run and read it."""
+    """Damage a copy of a run, read it, and return whether all went well."""
     run, newest = scratch / "run", f"step-{stock.newest:06d}"
     shutil.copytree(stock.run, run)
     if not case.previous:
@@ -231,7 +231,7 @@ def examine(case: Case, stock: Material, scratch: Path, seed: Sequence[int], res
 
 
 def path_of(target: str, checkpoint: str) -> Path:
-    """Where a target lies in a run folder whose newest checkpoint is named."""
+    """Return where a target lies in a run folder whose newest checkpoint is named."""
     if target in CONTROLLER:
         return Path(FOLDER, target)
     place = Path(CHECKPOINTS)
@@ -240,7 +240,7 @@ def path_of(target: str, checkpoint: str) -> Path:
 
 
 def expected(case: Case, stock: Material, same: bool) -> str:
-    """What is to be used."""
+    """Name what is to be used."""
     if case.target in CONTROLLER:
         return "the controller" if same else "refused"
     if case.target == CHECKPOINTS:
@@ -251,7 +251,7 @@ def expected(case: Case, stock: Material, same: bool) -> str:
 
 
 def says_the_same(path: Path, known: Path) -> bool:
-    """Whether a damaged file of JSON has kept its meaning, as where 1e-05 became 1E-05."""
+    """Return whether a damaged file of JSON has kept its meaning, as where 1e-05 became 1E-05."""
     if path.suffix != ".json" or path.is_symlink() or not path.is_file():
         return False
     try:
@@ -261,7 +261,7 @@ def says_the_same(path: Path, known: Path) -> bool:
 
 
 def read_checkpoint(run: Path, stock: Material) -> Record:
-    """What the reader says and uses."""
+    """Read a damaged run's checkpoints; return what the reader says and uses."""
     told: list[str] = []
     try:
         with in_time():
@@ -277,7 +277,7 @@ def read_checkpoint(run: Path, stock: Material) -> Record:
 
 
 def read_controller(run: Path) -> Record:
-    """Likewise of a controller."""
+    """Read a damaged run's controller; return what the reader says and uses."""
     try:
         with in_time():
             load_policy(run / FOLDER)
@@ -289,7 +289,7 @@ def read_controller(run: Path) -> Record:
 
 
 def resume(run: Path, known: Path, name: str, scratch: Path) -> Record:
-    """What `esper resume` makes of it: it goes on to the numbers of the straight run, or refuses, naming the file or folder."""
+    """Run `esper resume`; well if it goes on to the numbers of the straight run, or refuses, naming the file or folder."""
     with open(scratch / "told", "wb") as told:
         code = start(resume_line(run), told).wait(PATIENCE)
     heard = (scratch / "told").read_text()
@@ -299,7 +299,7 @@ def resume(run: Path, known: Path, name: str, scratch: Path) -> Record:
 
 
 class Hanging(Exception):
-    """Reading did not come to an end."""
+    """Says that reading did not come to an end."""
 
 
 @contextmanager
@@ -318,7 +318,7 @@ def in_time() -> Iterator[None]:
 
 
 def section(out: Path) -> list[str]:
-    """The results as Markdown."""
+    """Return the results as Markdown."""
     rows = records(out / FILE)
     if not rows:
         return []
@@ -349,13 +349,13 @@ WORDS = {CHECKPOINT: "the folder of a checkpoint", CHECKPOINTS: "the folder of a
 
 
 def grouped(rows: Sequence[Record], of: Callable[[Record], str]) -> list[list[object]]:
-    """A line of counts for each group, and one for all."""
+    """Return a line of counts for each group, and one for all."""
     names = dict.fromkeys(map(of, rows))
     return [*([name, *counts([row for row in rows if of(row) == name])] for name in names), ["all", *counts(rows)]]
 
 
 def counts(rows: Sequence[Record]) -> list[object]:
-    """Cases, and what became of them."""
+    """Count cases by what became of them."""
     used = Counter(row["used"] for row in rows)
     steps = {name: n for name, n in used.items() if name.startswith("step")}
     newest = sum(row["used"].startswith("step") and row["newest"] for row in rows)

@@ -1,4 +1,4 @@
-"""What checkpoints cost: bytes and seconds against E environments and S slots, and the throughput of a training with them.
+"""Measure checkpoints: bytes and seconds against E environments and S slots, and the throughput of a training with them.
 
 Three trainings of the same seed take turns in one process, round by round, one with a run folder and its checkpoints and two
 with neither, so that a machine whose speed drifts slows all alike. Their rounds compute the same, so each pair is a ratio, and
@@ -54,7 +54,7 @@ FILE = "cost.jsonl"
 
 
 def campaign(out: Path, quick: bool) -> None:
-    """Every measurement that is not yet kept."""
+    """Run every measurement that is not yet kept."""
     kept = {record["what"] for record in records(out / FILE)}
     for envs, slots in SIZES[:1] if quick else SIZES:
         what = f"E = {envs}, S = {slots}"
@@ -69,7 +69,7 @@ def campaign(out: Path, quick: bool) -> None:
 
 
 def grown_state(envs: int, slots: int) -> Tree:
-    """What `grow` writes of a population with a seed at every slot: half of them fossilized, half of them live."""
+    """Return what `grow` writes of a population with a seed at every slot: half of them fossilized, half of them live."""
     task = digits_narrow(hidden=(WIDTH,) * slots, width=WIDTH)
     config = build_config(
         task.defaults,
@@ -96,7 +96,7 @@ def grown_state(envs: int, slots: int) -> Tree:
 
 
 def writing(state: Tree, out: Path, repeats: int) -> Record:
-    """Bytes of a checkpoint, and medians of the seconds of its parts: the copy, the bytes and their sha256, and the files."""
+    """Measure a checkpoint's bytes, and median seconds of its parts: the copy, the bytes and their sha256, and the files."""
     with tempfile.TemporaryDirectory(dir=out) as scratch:
         (Path(scratch) / CONFIG).write_text("task: digits-narrow\n")
         store = Checkpoints(Path(scratch), CheckpointConfig())
@@ -116,7 +116,7 @@ def writing(state: Tree, out: Path, repeats: int) -> Record:
 
 
 def packed(tensors: Any, plain: Any) -> tuple[list[bytes | memoryview], bytes]:
-    """The content of both files, with the sums that are taken of them."""
+    """Return the content of both files, with the sums that are taken of them."""
     data, text, digest = to_parts(tensors), json.dumps(plain, allow_nan=False).encode(), hashlib.sha256()
     for part in (*data, text, json.dumps(plain, sort_keys=True).encode()):
         digest.update(part)
@@ -125,14 +125,14 @@ def packed(tensors: Any, plain: Any) -> tuple[list[bytes | memoryview], bytes]:
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    """What a call returns, and its seconds."""
+    """Call a function, and return its value and its seconds."""
     begin = time.perf_counter()
     value = call()
     return value, time.perf_counter() - begin
 
 
 class InTurn(Progress):
-    """A Progress that lets the next training run after each of its own rounds."""
+    """Lets the next training run after each of its own rounds."""
 
     def __init__(self, mine: threading.Semaphore, following: threading.Semaphore) -> None:
         self._mine, self._following = mine, following
@@ -149,7 +149,7 @@ class InTurn(Progress):
         self._following.release()
 
     def round(self, number: int, rounds: int, figures: Mapping[str, float]) -> None:
-        """A round is over; what follows it, its checkpoint, belongs to the next turn."""
+        """End a turn when a round is over; what follows the round, its checkpoint, belongs to the next turn."""
         self.clock.append(time.perf_counter() - self._mark[0])
         self.own.append(time.process_time() - self._mark[1])
         self.end()
@@ -157,7 +157,7 @@ class InTurn(Progress):
 
 
 def training(task: AnyTask, settings: Mapping[str, Any], out: Path) -> Record:
-    """Rounds of the default training with a run folder against without one, and what its largest checkpoint takes."""
+    """Time rounds of the default training with and without a run folder, and the writing of its largest checkpoint."""
     every = {"checkpoint": {"keep": 1000}}  # so that the largest is still there at the end
     configs = training_configs([task], "quick", settings, every)
     turns = [threading.Semaphore(value) for value in (1, 0, 0)]
@@ -194,7 +194,7 @@ def training(task: AnyTask, settings: Mapping[str, Any], out: Path) -> Record:
 
 
 def one(task: AnyTask, configs: Sequence[Any], watch: InTurn, folder: Path | None) -> None:
-    """A training in its turns."""
+    """Train, in turns with the other trainings."""
     try:
         watch.begin()
         train([task], configs, folder, watch)
@@ -203,7 +203,7 @@ def one(task: AnyTask, configs: Sequence[Any], watch: InTurn, folder: Path | Non
 
 
 def section(out: Path) -> list[str]:
-    """The results as Markdown."""
+    """Return the results as Markdown."""
     rows = records(out / FILE)
     sized = [row for row in rows if "slots" in row]
     lines = ["## The cost of checkpoints", ""] if rows else []
@@ -224,7 +224,7 @@ def section(out: Path) -> list[str]:
 
 
 def throughput(row: Record) -> list[str]:
-    """What a training with checkpoints takes, as Markdown."""
+    """Return what a training with checkpoints takes, as Markdown."""
     share = (row["copy"] + row["pack"] + row["files"]) / CADENCE
     return [
         f"The default `esper train` (E = {row['envs']}), whose rounds take {row['round_seconds']:.1f} s, with its run folder "
@@ -250,12 +250,12 @@ TAKEN = ["bytes", "of them JSON", "arrays", "copy [ms]", "pack [ms]", "files [ms
 
 
 def taken(row: Record) -> list[object]:
-    """Bytes and times of a checkpoint."""
+    """Format the bytes and times of a checkpoint."""
     times = [f"{row[name] * 1e3:.1f}" for name in ("copy", "pack", "files")]
     return [f"{row['bytes']:,}", f"{row['json_bytes']:,}", row["arrays"], *times]
 
 
 def spread(ratios: Sequence[float]) -> str:
-    """The median with the quartiles."""
+    """Format the median with the quartiles."""
     low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75])
     return f"{middle:.3f} ({low:.3f} to {high:.3f})"

@@ -1,4 +1,4 @@
-"""Damages: each changes what lies at a path."""
+"""Damage what lies at a path, in many ways."""
 
 import os
 import pickle
@@ -12,7 +12,7 @@ import torch
 
 
 class Place(NamedTuple):
-    """What a damage may draw on."""
+    """Holds what a damage may draw on."""
 
     rng: np.random.Generator
     other: Path  # the same file or folder of another run
@@ -31,19 +31,19 @@ class Payload:
 
 
 def truncated(path: Path, place: Place) -> None:
-    """Cut at a random place."""
+    """Cut the file off at a random place."""
     os.truncate(path, int(place.rng.integers(path.stat().st_size)))
 
 
 def flipped(path: Path, place: Place) -> None:
-    """One random bit is the other one."""
+    """Flip one random bit."""
     data = bytearray(path.read_bytes())
     data[place.rng.integers(len(data))] ^= 1 << int(place.rng.integers(8))
     path.write_bytes(data)
 
 
 def emptied(path: Path, place: Place) -> None:
-    """No bytes, or no files."""
+    """Leave no bytes of a file, or no files in a folder."""
     if path.is_dir():
         deleted(path)
         path.mkdir()
@@ -52,7 +52,7 @@ def emptied(path: Path, place: Place) -> None:
 
 
 def deleted(path: Path, place: Place | None = None) -> None:
-    """Not there."""
+    """Remove what is there."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -60,59 +60,59 @@ def deleted(path: Path, place: Place | None = None) -> None:
 
 
 def swapped(path: Path, place: Place) -> None:
-    """That of another run."""
+    """Replace what is there by that of another run."""
     deleted(path)
     _copy(place.other, path)
 
 
 def pickled(path: Path, place: Place) -> None:
-    """A pickle."""
+    """Replace what is there by a pickle."""
     deleted(path)
     path.write_bytes(pickle.dumps(Payload(place.marker)))
 
 
 def torch_saved(path: Path, place: Place) -> None:
-    """A pickle as torch.save makes them."""
+    """Replace what is there by a pickle as torch.save makes them."""
     deleted(path)
     torch.save(Payload(place.marker), path)
 
 
 def linked_to_itself(path: Path, place: Place) -> None:
-    """A link to a perfect copy elsewhere."""
+    """Replace what is there by a link to a perfect copy elsewhere."""
     _copy(path, place.aside / path.name)
     _link(path, place.aside / path.name)
 
 
 def linked_to_another(path: Path, place: Place) -> None:
-    """A link to that of another run."""
+    """Replace what is there by a link to that of another run."""
     _link(path, place.other)
 
 
 def linked_to_zeros(path: Path, place: Place) -> None:
-    """A link to what never ends."""
+    """Replace what is there by a link to a file that never ends."""
     _link(path, Path("/dev/zero"))
 
 
 def linked_to_pipe(path: Path, place: Place) -> None:
-    """A link to what nobody writes to."""
+    """Replace what is there by a link to a pipe that nobody writes to."""
     os.mkfifo(place.aside / "pipe")
     _link(path, place.aside / "pipe")
 
 
 def pipe(path: Path, place: Place) -> None:
-    """A pipe that nobody writes to."""
+    """Replace what is there by a pipe that nobody writes to."""
     deleted(path)
     os.mkfifo(path)
 
 
 def folder(path: Path, place: Place) -> None:
-    """A folder in the place of a file."""
+    """Replace a file by a folder."""
     deleted(path)
     path.mkdir()
 
 
 def file(path: Path, place: Place) -> None:
-    """A file in the place of a folder."""
+    """Replace a folder by a file."""
     deleted(path)
     path.write_bytes(b"step")
 
@@ -138,7 +138,7 @@ DAMAGES: Mapping[str, Damage] = {each.__name__: each for each in (*OF_FILES, *OF
 
 
 def check_payload(out: Path) -> None:
-    """The pickle does what it should not be let do."""
+    """Check that the pickle, where it is obeyed, does what readers must not let it do."""
     marker = out / "obeyed"
     pickle.loads(pickle.dumps(Payload(marker)))
     marker.rmdir()

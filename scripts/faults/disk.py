@@ -1,4 +1,4 @@
-"""A disk that is full, at each kind of write of real runs on a small file system of their own.
+"""Fill a disk at each kind of write of real runs, on a small file system of their own.
 
 The room ends just before a file of that kind is written (faults/victim.py). Either it is back after a while: then the run is to
 wait and finish. Or it is not: then the run is to stop with one line and exit code 1 and, with room again, to be resumed. Both
@@ -35,7 +35,7 @@ TRAIN = Command(
 
 
 class Kind(NamedTuple):
-    """A kind of write."""
+    """Describes a kind of write."""
 
     name: str
     command: Command
@@ -66,7 +66,7 @@ QUICK = (KINDS[5]._replace(command=Command("grow iris", (*GROW.arguments, "--mod
 
 
 def campaign(out: Path, kinds: tuple[Kind, ...]) -> None:
-    """Every case that is not yet kept."""
+    """Run every case that is not yet kept."""
     kept = {(record["kind"], record["back"]) for record in records(out / FILE)}
     known = {command: straight(command, out / "straight")[0] for command in dict.fromkeys(k.command for k in kinds)}
     with disk() as (folder, ballast):
@@ -81,7 +81,7 @@ def campaign(out: Path, kinds: tuple[Kind, ...]) -> None:
 
 @contextmanager
 def disk() -> Iterator[tuple[Path, Path | None]]:
-    """A small file system and the file that fills it, or a plain folder and None where nothing may be mounted."""
+    """Yield a small file system and the file that fills it, or a plain folder and None where nothing may be mounted."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "disk"
         folder.mkdir()
@@ -96,7 +96,7 @@ def disk() -> Iterator[tuple[Path, Path | None]]:
 
 
 def examine(kind: Kind, back: bool, folder: Path, ballast: Path | None, known: Path) -> Record:
-    """One run on a disk that becomes full, and what is made of it with room again."""
+    """Run a command on a disk that becomes full, and see what is made of it with room again."""
     run = folder / "run"
     shutil.rmtree(run, ignore_errors=True)
     wait = 60 if back else 0
@@ -130,7 +130,7 @@ def examine(kind: Kind, back: bool, folder: Path, ballast: Path | None, known: P
 
 
 def process(line: list[str]) -> subprocess.CompletedProcess[str]:
-    """A process that ends by itself."""
+    """Run a process that ends by itself."""
     paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     return subprocess.run(
@@ -145,7 +145,7 @@ def process(line: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def section(out: Path) -> list[str]:
-    """The results as Markdown."""
+    """Return the results as Markdown."""
     rows = records(out / FILE)
     if not rows:
         return []
@@ -170,7 +170,7 @@ def section(out: Path) -> list[str]:
 
 
 def outcome(row: Record | None) -> str:
-    """What became of a case, in words."""
+    """Say what became of a case, in words."""
     if row is None:
         return "-"
     if not row["well"]:

@@ -1,4 +1,4 @@
-"""The governor over populations that fare well: whether it is silent, and what it costs.
+"""Run the governor over populations that fare well, to see whether it is silent, and measure what it costs.
 
 For the cost two engines of the same seed, one with a governor and one without, take turns step by step, each first in every
 other step, and their processor times make a ratio; a third without one tells how far a ratio is to be trusted.
@@ -26,7 +26,7 @@ SIZES = tuple((task, envs) for task in ("digits-narrow", "repair") for envs in (
 
 
 def campaign(out: Path, quick: bool) -> None:
-    """Every measurement that is not yet kept."""
+    """Run every measurement that is not yet kept."""
     kept = {record["what"] for record in records(out / FILE)}
     for task in ("iris",) if quick else TASKS:
         for controller in CONTROLLERS:
@@ -46,7 +46,7 @@ def keep(out: Path, found: Record, what: str) -> None:
 
 
 def silence(task: str, controller: str, envs: int) -> Record:
-    """Rollbacks over an episode of every environment and its twin."""
+    """Count the rollbacks over an episode of every environment and its twin."""
     engine, client = population(task, controller, {"envs": envs, "twin": True})
     engine.run(client)
     counts = engine.governor.record.counts()["rollbacks"]
@@ -55,7 +55,7 @@ def silence(task: str, controller: str, envs: int) -> Record:
 
 
 def cost(task: str, envs: int, settings: dict[str, Any]) -> Record:
-    """Ratios of processor time, with a governor over without and without over without, and its phase's share of a step."""
+    """Measure ratios of processor time, with a governor over without and without over without, and the share of governing."""
     shape = {"envs": envs, "twin": False, **settings}
     three = [
         population(task, "heuristic", {**shape, "governor": {"enabled": enabled}}) for enabled in (True, False, False)
@@ -78,7 +78,7 @@ def cost(task: str, envs: int, settings: dict[str, Any]) -> Record:
 
 
 def population(task: str, controller: str, settings: dict[str, Any]) -> tuple[VectorizedEngine, Controller]:
-    """An engine under the task's own defaults, and who decides."""
+    """Return an engine under the task's own defaults, and its controller."""
     chosen = get_task(task)
     config = build_config(chosen.defaults, {"telemetry": {"level": "off"}, "controller": controller}, settings)
     client = get_controller(controller, config)
@@ -86,7 +86,7 @@ def population(task: str, controller: str, settings: dict[str, Any]) -> tuple[Ve
 
 
 def section(out: Path) -> list[str]:
-    """The results as Markdown."""
+    """Return the results as Markdown."""
     rows = records(out / FILE)
     if not rows:
         return []

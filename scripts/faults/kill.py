@@ -1,4 +1,4 @@
-"""SIGKILL, at any moment, of runs that are taken up by `esper resume`, and of commands that are given again, until they finish.
+"""Send SIGKILL at any moment to runs that `esper resume` takes up, and to commands that are given again, until they finish.
 
 The first moment of a run is uniform between the appearance of config.yaml, or of the folder of another command, and the time at
 which the straight run ended. The process that goes on has its own moment, uniform over as long from its start, so its start-up is
@@ -92,7 +92,7 @@ FILE = "kill.jsonl"
 
 
 class Kill(NamedTuple):
-    """When a process is to be killed."""
+    """Describes when a process is to be killed."""
 
     after: float  # seconds from the appearance of config.yaml
     aimed: bool  # at the next checkpoint after that, so many seconds after its folder appears
@@ -100,14 +100,14 @@ class Kill(NamedTuple):
 
 
 class Budget:
-    """The kills that are still to be made, shared by threads."""
+    """Holds the kills that are still to be made, shared by threads."""
 
     def __init__(self, uniform: int, aimed: int) -> None:
         self._left = {False: uniform, True: aimed}
         self._lock = threading.Lock()
 
     def take(self, rng: np.random.Generator, seconds: float) -> Kill | None:
-        """A kill of one of the kinds that are left, None where none is left."""
+        """Draw a kill of one of the kinds that are left; None where none is left."""
         with self._lock:
             left = sum(self._left.values())
             if not left:
@@ -117,18 +117,18 @@ class Budget:
         return Kill(rng.uniform(0, seconds), aimed, rng.uniform(0, AIM))
 
     def give_back(self, kill: Kill) -> None:
-        """The process had come to its end before."""
+        """Put a kill back whose process had come to its end before."""
         with self._lock:
             self._left[kill.aimed] += 1
 
     def spent(self) -> bool:
-        """Whether every kill was made."""
+        """Return whether every kill was made."""
         with self._lock:
             return not any(self._left.values())
 
 
 class Campaign:
-    """Victims that are killed in threads, a process each."""
+    """Kills victims in threads, a process each."""
 
     def __init__(self, out: Path, commands: Sequence[Command], uniform: int, aimed: int, seed: int) -> None:
         self.out, self.commands, self.seed = out, commands, seed
@@ -140,7 +140,7 @@ class Campaign:
         self._stopped = threading.Event()
 
     def run(self, jobs: int) -> None:
-        """Bring victim after victim to its end until every kill was made."""
+        """Run victims in threads, one after another, until every kill was made."""
         scratch = self.out / "victims"
         shutil.rmtree(scratch, ignore_errors=True)  # what a campaign that was broken off left
         scratch.mkdir(parents=True)
@@ -177,7 +177,7 @@ class Campaign:
                 shutil.rmtree(folder)
 
     def _victim(self, number: int, command: Command, folder: Path, known: Path, seconds: float) -> Record:
-        """One run, killed until it finishes or the kills are spent."""
+        """Kill and restart one run until it finishes or the kills are spent."""
         run, rng, kills = folder / "run", np.random.default_rng((self.seed, number)), []
         scratch = folder / "temporary"
         scratch.mkdir()
@@ -240,7 +240,7 @@ def shot(
 
 
 def scratch_of(run: Path) -> frozenset[tuple[str, int]]:
-    """What stands under a temporary name in the folder or among the checkpoints, by name and inode."""
+    """List what stands under a temporary name in the folder or among the checkpoints, by name and inode."""
     found = set()
     for path in (*run.glob(".*"), *run.glob("*/.*"), *run.glob("*.new")):
         try:
@@ -251,7 +251,7 @@ def scratch_of(run: Path) -> frozenset[tuple[str, int]]:
 
 
 def what_was_on(command: Command, run: Path, stale: frozenset[tuple[str, int]], resuming: bool, heard: str) -> str:
-    """What a process was about when it was killed, by what it left and said."""
+    """Tell what a process was doing when it was killed, by what it left and said."""
     if command.again:
         return WRITING if scratch_of(run) - stale else STEPPING if heard.strip() else STARTING
     if resuming and "going on after step" not in heard and "starting again" not in heard:
@@ -265,19 +265,19 @@ def what_was_on(command: Command, run: Path, stale: frozenset[tuple[str, int]], 
 
 
 def well(record: Record) -> bool:
-    """Whether a victim came to the numbers of the straight run and nothing had to be refused."""
+    """Return whether a victim came to the numbers of the straight run and nothing had to be refused."""
     wrong = record["code"] or record["differences"] or record["left_over"]
     return not (wrong or any(kill["refused"] for kill in record["kills"]))
 
 
 def line(record: Record) -> str:
-    """A victim in one line."""
+    """Describe a victim in one line."""
     end = "bitwise equal" if well(record) else f"exit code {record['code']}, differs in {record['differences']}"
     return f"{record['number']:4} {record['victim']}: {len(record['kills'])} kills, {record['seconds']:.0f} s, {end}"
 
 
 def section(out: Path) -> list[str]:
-    """The results as Markdown."""
+    """Return the results as Markdown."""
     rows = records(out / FILE)
     if not rows:
         return []

@@ -1,4 +1,4 @@
-"""NaN in one environment of a population: put into its data, a loss, a gradient or a parameter, in a random step of an episode.
+"""Put NaN into one environment's data, loss, gradient or parameter, in a random step of an episode of a population.
 
 The learner samples the decisions, so that what it is paid, and where its sequences end, is looked at too. Every case is held
 against the episode of the same population in which nothing was broken.
@@ -40,7 +40,7 @@ QUICK: Mapping[str, Any] = {"envs": 3, "steps": 4, "data": {"batches_per_step": 
 
 
 class Case(NamedTuple):
-    """What is broken."""
+    """Describes what is broken."""
 
     number: int
     task: str
@@ -51,7 +51,7 @@ class Case(NamedTuple):
 
 
 class Episode(NamedTuple):
-    """What came of an episode."""
+    """Holds what came of an episode."""
 
     trace: list[list[str]]  # by step, the fingerprint of every row
     found: NDArray[np.int8]  # (T, E) `Vital` of every environment
@@ -62,7 +62,7 @@ class Episode(NamedTuple):
 
 
 def campaign(out: Path, count: int, seed: int, quick: bool) -> None:
-    """Every case that is not yet kept."""
+    """Run every case that is not yet kept."""
     kept = {record["number"] for record in records(out / FILE)}
     for number in range(count):
         if number not in kept:
@@ -73,7 +73,7 @@ def campaign(out: Path, count: int, seed: int, quick: bool) -> None:
 
 
 def draw(number: int, seed: int, quick: bool) -> Case:
-    """A case by its number; kinds and tasks take turns, the rest is random."""
+    """Draw a case by its number; kinds and tasks take turns, the rest is random."""
     generator = np.random.default_rng([seed, number])
     task, kind = TASKS[number // len(FAULTS) % len(TASKS)], FAULTS[number % len(FAULTS)]
     config = config_of(task, quick)
@@ -90,18 +90,18 @@ def draw(number: int, seed: int, quick: bool) -> Case:
 
 
 def config_of(task: str, quick: bool) -> Config:
-    """Of the population."""
+    """Return the config of the population."""
     return training_configs([get_task(task)], "quick", SETTINGS, QUICK if quick else {})[0]
 
 
 @lru_cache
 def straight(task: str, quick: bool) -> Episode:
-    """The episode in which nothing is broken."""
+    """Play the episode in which nothing is broken."""
     return play(task, None, quick)
 
 
 def play(task: str, case: Case | None, quick: bool) -> Episode:
-    """An episode under a fresh policy, which samples; with a case, something is broken in one of its steps."""
+    """Play an episode under a fresh policy, which samples; with a case, something is broken in one of its steps."""
     config = config_of(task, quick)
     engine = VectorizedEngine(get_task(task).sealed(), config)
     policy = Policy.fresh(Language.of([engine.space]), config.seed)
@@ -122,7 +122,7 @@ def play(task: str, case: Case | None, quick: bool) -> Episode:
 
 
 def examine(case: Case, quick: bool) -> Record:
-    """What came of a case: whether the others were touched, and what became of the row."""
+    """Break a case, and return whether the other rows were touched and what became of its own."""
     whole, broken = straight(case.task, quick), play(case.task, case, quick)
     envs = whole.found.shape[1]
     others = [row for row in range(2 * envs) if row != case.row]
@@ -156,12 +156,12 @@ def examine(case: Case, quick: bool) -> Record:
 
 
 def parts(rollout: Rollout) -> list[Any]:
-    """All tensors of a rollout."""
+    """List all tensors of a rollout."""
     return [part for field in rollout for part in (field if isinstance(field, tuple) else (field,))]
 
 
 def well(record: Record) -> bool:
-    """Whether a case went as it should."""
+    """Return whether a case went as it should."""
     return (
         not record["others_touched"]
         and record["others_learnt_from_the_same"]
@@ -173,7 +173,7 @@ def well(record: Record) -> bool:
 
 
 def section(out: Path) -> list[str]:
-    """The results as Markdown."""
+    """Return the results as Markdown."""
     rows = records(out / FILE)
     if not rows:
         return []

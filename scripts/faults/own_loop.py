@@ -1,4 +1,4 @@
-"""A loop of one's own that grows a network with a moving average, and goes on from its file after a kill.
+"""Run a loop of one's own that grows a network with a moving average, and goes on from its file after a kill.
 
     python scripts/faults/own_loop.py --out DIR
 

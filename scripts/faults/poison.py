@@ -1,4 +1,4 @@
-"""Fault injection: put NaN into one row, and check that no other row changes. E rows, S slots."""
+"""Put NaN into one row, and check that no other row changes. E rows, S slots."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ FAULTS: tuple[Fault, ...] = get_args(Fault)
 
 
 class _Around:
-    """An object with some methods replaced; everything else is that of the object."""
+    """Replaces some methods of an object; everything else is that of the object."""
 
     def __init__(self, inner: Any, **methods: Any) -> None:
         self.__dict__.update(methods)

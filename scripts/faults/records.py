@@ -1,4 +1,4 @@
-"""What a campaign has found so far: JSON lines, one a case, which an interrupted campaign goes on from."""
+"""Keep what a campaign has found so far: JSON lines, one a case, which an interrupted campaign goes on from."""
 
 import json
 import os
@@ -18,10 +18,10 @@ def append(path: Path, record: Record) -> None:
 
 
 def records(path: Path) -> list[Record]:
-    """The lines of a file, none where there is no file."""
+    """Read the lines of a file, none where there is no file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def table(head: list[str], lines: list[list[object]]) -> list[str]:
-    """A Markdown table."""
+    """Return the lines of a Markdown table."""
     return [f"| {' | '.join(map(str, line))} |" for line in [head, ["---"] * len(head), *lines]]

@@ -1,4 +1,4 @@
-"""What a checkpoint of a training costs after many rounds, in bytes and seconds.
+"""Measure what a checkpoint of a training costs after many rounds, in bytes and seconds.
 
 The state is that of a real training of a few rounds, whose history has then gone through as many more rounds of the same figures:
 nothing else of the state of a training could grow with its rounds.
@@ -25,7 +25,7 @@ FILE = "rounds.jsonl"
 
 
 def campaign(out: Path, quick: bool) -> None:
-    """Every measurement that is not yet kept."""
+    """Run every measurement that is not yet kept."""
     kept = {record["rounds"] for record in records(out / FILE)}
     if kept >= set(AFTER):
         return
@@ -43,7 +43,7 @@ def campaign(out: Path, quick: bool) -> None:
 
 
 def after(state: Tree, rounds: int, ppo: PPOConfig) -> Tree:
-    """The state of a training after so many rounds."""
+    """Return the state of a training after so many rounds."""
     history, figures = RoundHistory(), state["trainer"]["history"]["last"][-1]
     for number in range(rounds):
         history.add(number, figures, ppo)
@@ -51,7 +51,7 @@ def after(state: Tree, rounds: int, ppo: PPOConfig) -> Tree:
 
 
 def section(out: Path) -> list[str]:
-    """The results as Markdown."""
+    """Return the results as Markdown."""
     rows: list[Record] = records(out / FILE)
     if not rows:
         return []

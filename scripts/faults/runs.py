@@ -1,4 +1,4 @@
-"""Runs of the `esper` command as processes, and whether two of them came to the same."""
+"""Run the `esper` command in processes, and compare whether two runs came to the same."""
 
 import json
 import os
@@ -31,7 +31,7 @@ PATIENCE = 600
 
 
 class Command(NamedTuple):
-    """A command, but for its folder: a run of `esper`, or another one that is given again after a kill."""
+    """Holds a command, but for its folder: a run of `esper`, or another one that is given again after a kill."""
 
     name: str
     arguments: tuple[str, ...]  # of esper; with `again`, all of the command line but for the folder
@@ -39,31 +39,31 @@ class Command(NamedTuple):
     resumed: tuple[str, ...] = ()  # what `esper resume` is given too: the workers, which no file of a run holds
 
     def line(self, run: Path) -> list[str]:
-        """The command line that starts it."""
+        """Return the command line that starts the command."""
         if self.again:
             return [*self.arguments, "--out", str(run)]
         return [sys.executable, "-m", "esper", *self.arguments, "--run", str(run), "--json"]
 
     def next(self, run: Path) -> list[str]:
-        """The command line that starts it, or that goes on after a kill."""
+        """Return the command line that starts the command, or that goes on after a kill."""
         return [*resume_line(run), *self.resumed] if not self.again and self.begun(run) else self.line(run)
 
     def whole(self, run: Path) -> bool:
-        """Whether the record that a command writes last is there, after which it is refused: a kill came at its exit."""
+        """Return whether the record that a command writes last is there, after which it is refused: a kill came at its exit."""
         return self.again and any((run / name).exists() for name in ("healing.json", EVALUATION))
 
     def begun(self, run: Path) -> bool:
-        """Whether the first file or the folder of the command is there."""
+        """Return whether the first file or the folder of the command is there."""
         return run.exists() if self.again else (run / CONFIG).exists()
 
 
 def resume_line(run: Path) -> list[str]:
-    """The command line that goes on with a run."""
+    """Return the command line that goes on with a run."""
     return [sys.executable, "-m", "esper", "resume", str(run), "--json"]
 
 
 def start(line: list[str], told: IO[bytes], scratch: Path | None = None) -> subprocess.Popen[bytes]:
-    """The process of a command, in a group of its own, so that Ctrl-C reaches the campaign alone.
+    """Start the process of a command, in a group of its own, so that Ctrl-C reaches the campaign alone.
 
     scratch: its folder of temporary files; torch's cache of compiled code is beside it.
     """
@@ -74,7 +74,7 @@ def start(line: list[str], told: IO[bytes], scratch: Path | None = None) -> subp
 
 
 def straight(command: Command, out: Path) -> tuple[Path, float]:
-    """The folder of a run that is never killed, and its seconds from the appearance of config.yaml to its end.
+    """Return the folder of a run that is never killed, and its seconds from the appearance of config.yaml to its end.
 
     It is kept in `out`; one that was broken off begins anew.
     """
@@ -109,13 +109,13 @@ def killed_at(command: Command, run: Path, step: int) -> None:
 
 
 def reached(run: Path) -> int:
-    """The step that `latest` names, -1 where there is none."""
+    """Return the step that `latest` names, -1 where there is none."""
     path = run / CHECKPOINTS / LATEST
     return int(path.read_text().split()[0].removeprefix("step-")) if path.exists() else -1
 
 
 def refusals(run: Path) -> list[str]:
-    """What the library's own reader refuses of a run's checkpoints as they lie there; nothing where all is well.
+    """List what the library's own reader refuses of a run's checkpoints as they lie there; nothing where all is well.
 
     A folder that has just got its name and that no `latest` names yet is used, and is no refusal.
     """
@@ -131,7 +131,7 @@ def refusals(run: Path) -> list[str]:
 
 
 def outcome_differences(run: Path, known: Path) -> list[str]:
-    """Where the folder of a command that is given again is not the other one; nothing where it is.
+    """List where the folder of a command that is given again differs from the other one; nothing where they are equal.
 
     Compared are the names of all files, JSON and arrays but for times, tensors of torch files and of exported networks, and
     all other files byte for byte. Pictures and pages have times in them, and only their names are compared.
@@ -148,7 +148,7 @@ def outcome_differences(run: Path, known: Path) -> list[str]:
 
 
 def content(path: Path) -> Any:
-    """What of a file does not depend on the machine."""
+    """Return what of a file does not depend on the machine."""
     match path.suffix:
         case ".json":
             record = json.loads(path.read_text())
@@ -167,14 +167,14 @@ def content(path: Path) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Tensors as bytes."""
+    """Replace the tensors in a value by their bytes."""
     if isinstance(value, dict):
         return {name: plain(item) for name, item in value.items()}
     return value.detach().numpy().tobytes() if isinstance(value, torch.Tensor) else value
 
 
 def differences(run: Path, known: Path) -> list[str]:
-    """Where a finished run is not bit for bit the other one; nothing where it is.
+    """List where a finished run is not bit for bit the other one; nothing where it is.
 
     Compared are every file of the exported networks and the controller, all tensors of the last checkpoint (parameters,
     buffers, moments, rollouts), the summary and the events but for times, and the numbering of the events.
@@ -197,32 +197,32 @@ def differences(run: Path, known: Path) -> list[str]:
 
 
 def exported(run: Path) -> dict[str, bytes]:
-    """Every file of the networks and the controller by name."""
+    """Read every file of the networks and the controller by name."""
     paths = [path for part in (MODELS, FOLDER) for path in (run / part).rglob("*") if path.is_file()]
     return {str(path.relative_to(run)): path.read_bytes() for path in paths}
 
 
 def last_tensors(run: Path) -> tuple[int, bytes]:
-    """The step of the last checkpoint, and the bytes of all its tensors."""
+    """Return the step of the last checkpoint, and the bytes of all its tensors."""
     step = reached(run)
     return step, (run / CHECKPOINTS / f"step-{step:06d}" / TENSORS).read_bytes()
 
 
 def of_any_process(events: list[dict[str, Any]]) -> Any:
-    """Events without what depends on the machine and on where a run was interrupted."""
+    """Return events without what depends on the machine and on where a run was interrupted."""
     kept = [event for event in events if event["kind"] not in PROCESS]
     return timeless([{name: value for name, value in event.items() if name not in COVERED} for event in kept])
 
 
 def timeless(value: Any) -> Any:
-    """JSON without the figures that tell how fast a machine was."""
+    """Return JSON without the figures that tell how fast a machine was."""
     if isinstance(value, dict):
         return {name: timeless(item) for name, item in value.items() if name not in TIMES}
     return [timeless(item) for item in value] if isinstance(value, list) else value
 
 
 def left_over(run: Path) -> list[str]:
-    """Files and folders under a temporary name that a finished run still holds."""
+    """List files and folders under a temporary name that a finished run still holds."""
     return sorted(
         str(path.relative_to(run))
         for path in run.rglob("*")

@@ -1,4 +1,4 @@
-"""The `esper` command on a disk that becomes full just before a certain file is written to.
+"""Run the `esper` command on a disk that becomes full just before a certain file is written to.
 
     python -m faults.victim PATTERN NUMBER SECONDS BALLAST ARGUMENTS...
 
@@ -27,13 +27,13 @@ class Disk:
         self.really_open, self.really_write = os.open, os.write
 
     def open(self, path: str | os.PathLike[str], *rest: object, **more: object) -> int:
-        """`os.open`, which also keeps the path."""
+        """Open as `os.open` does, and keep the path."""
         descriptor = self.really_open(path, *rest, **more)  # type: ignore[arg-type]
         self.names[descriptor] = os.fspath(path)
         return descriptor
 
     def write(self, descriptor: int, data: bytes) -> int:
-        """`os.write`, before which the disk may become full."""
+        """Write as `os.write` does; before that the disk may become full."""
         name = self.names.get(descriptor, "")
         if self.left and isinstance(name, str) and self.pattern.search(name):
             self.left -= 1
