@@ -1,4 +1,4 @@
-"""What each family of growth sensors costs on `heal`, as a share of a training step without seeds.
+"""Measure what each family of growth sensors costs on `heal`, as a share of a training step without seeds.
 
     python bench/scripts/benchmark_sensors.py
 

@@ -141,17 +141,17 @@ def every(facts: Any) -> bool:
 
 
 def concentrated(facts: Any) -> bool:
-    """One damaged site: one segment, a group of inputs, or swapped labels."""
+    """Return whether one site is damaged: one segment, a group of inputs, or swapped labels."""
     return facts.damage.kind not in SPREAD and len(facts.damage.segments) <= 1
 
 
 def two_sites(facts: heal.Facts) -> bool:
-    """Damage of the weights of two segments, and sound others."""
+    """Return whether the weights of two segments are damaged, and all others sound."""
     return facts.damage.kind not in SPREAD and len(facts.damage.segments) == 2
 
 
 class Setting(NamedTuple):
-    """Which cases of a host set, and what differs from the defaults of the task."""
+    """Says which cases of a host set are taken, and what differs from the defaults of the task."""
 
     wanted: Callable[[heal.Facts], bool] = concentrated
     settings: Mapping[str, Any] = EMPTY
@@ -168,7 +168,7 @@ SETTINGS: Mapping[str, Setting] = {
 
 
 class Source(NamedTuple):
-    """A task that figures are collected on.
+    """Describes a task that figures are collected on.
 
     Attributes:
         task (function): returns the mixture
@@ -204,7 +204,7 @@ class Source(NamedTuple):
         return FEATURES if self.taught is None else TAUGHT_FEATURES
 
     def cases(self, part: str, count: int, setting: str = ONE_SITE, plain: bool = True) -> list[Any]:
-        """Facts of the first cases of a part; of a host set, those of plain hosts, or of residual ones."""
+        """List the facts of the first cases of a part; of a host set, those of plain hosts, or of residual ones."""
         wanted = self.wanted or (lambda facts: SETTINGS[setting].wanted(facts) and facts.plain == plain)
         return list(itertools.islice(filter(wanted, map(self.describe, itertools.count(self.first[part]))), count))
 
@@ -220,7 +220,7 @@ def healed(hosts: HostSet, plans: Sequence[Placed], rows: int = 160) -> Source:
 
 
 def _full() -> Source:
-    """The hosts of `heal` with the full menu, and the correction in closed form, which pays no rent here."""
+    """Return the hosts of `heal` with the full menu, and the correction in closed form, which pays no rent here."""
     own = healed(FULL, ENDS, rows=40)
     return own._replace(
         together=16, static={**own.static, "closed form (taught)": partial(heal.heal_eora, FULL)}, heads=1
@@ -228,7 +228,7 @@ def _full() -> Source:
 
 
 def repair_skips() -> Mixture:
-    """The instances of `repair`, whose damaged hosts have an identity skip around every block and train without growth."""
+    """Return the instances of `repair`, whose damaged hosts have an identity skip around each block and train without growth."""
     mixture = repair.repair()
     places = tuple(range(1, LAST_BLOCK + 2))
 
@@ -273,12 +273,12 @@ SOURCES: Mapping[str, Source] = {
 
 
 def fixed(plans: Iterable[Placed]) -> dict[str, Contender]:
-    """Contenders that plant one plan in every environment, by its name."""
+    """Return contenders that plant one plan in every environment, by its name."""
     return {placed.name: Candidate(placed.name, placed, UNMEASURED).contender(placed.name) for placed in plans}
 
 
 class Figures(NamedTuple):
-    """Figures of cases (n,) or (n, seeds) under one contender. `over_time` is J on the probe split, mean over the steps."""
+    """Holds figures of cases (n,) or (n, seeds) under one contender. `over_time`: J on the probe split, mean over the steps."""
 
     objective: Floats
     metric: Floats
@@ -287,7 +287,7 @@ class Figures(NamedTuple):
 
 
 class OverTime(Observer):
-    """The mean over steps of J on the probe split, of the networks as they compute after each step."""
+    """Sums J on the probe split over steps, of the networks as they compute after each step, for its mean."""
 
     def __init__(self, rent: float) -> None:
         self.rent, self.total, self.steps = rent, np.zeros(0), 0
@@ -299,7 +299,7 @@ class OverTime(Observer):
 
 
 def grow(task: Mixture, keys: Sequence[int], contender: Contender, seed: int, settings: Mapping[str, Any]) -> Figures:
-    """The figures (n,) of keys under a contender."""
+    """Grow the cases of keys under a contender, and return their figures (n,)."""
     config = contender_config(task.sealed(), contender, [settings], seed, "training", 0, len(keys))
     watch = OverTime(config.reward.rent)
     engine, outcome, seconds = grow_contender(task.sealed(), contender, config, np.array(keys), [watch])
@@ -308,7 +308,7 @@ def grow(task: Mixture, keys: Sequence[int], contender: Contender, seed: int, se
 
 
 def file_of(folder: Path, name: str, chunk: Sequence[int], seed: int) -> Path:
-    """Where the figures of some keys under a contender are kept."""
+    """Return the file in which the figures of some keys under a contender are kept."""
     return folder / f"{name.replace(' ', '-')}-{chunk[0]}-{chunk[-1]}-{len(chunk)}-s{seed}.npz"
 
 
@@ -343,7 +343,7 @@ def kept(
     settings: Mapping[str, Any] = EMPTY,
     rows: int = 160,
 ) -> dict[str, Figures]:
-    """The figures (n, seeds) of keys by contender, from the folder or grown now, `rows` cases at a time."""
+    """Return the figures (n, seeds) of keys by contender, from the folder or grown now, `rows` cases at a time."""
     found: dict[str, list[Figures]] = {name: [] for name in contenders}
     for seed, start in itertools.product(range(seeds), range(0, len(keys), rows)):
         chunk = keys[start : start + rows]
@@ -359,7 +359,7 @@ def kept(
 
 
 def frozen(folder: Path, source: Source, keys: Sequence[int], cap: float, rent: float) -> dict[str, Figures]:
-    """The figures (n, 1) of frozen networks that are repaired without seeds, with one start, from the folder or made now."""
+    """Return figures (n, 1) of frozen networks that are repaired without seeds, with one start, from the folder or made now."""
     assert source.taught is not None
     task, rows = source.taught(), list[dict[str, Repair]]()
     for chunk in (keys[start : start + FROZEN_ROWS] for start in range(0, len(keys), FROZEN_ROWS)):
@@ -377,7 +377,7 @@ def frozen(folder: Path, source: Source, keys: Sequence[int], cap: float, rent: 
 
 
 def views(source: Source, keys: Sequence[int]) -> list[View]:
-    """The views before the first step, with the sensors, and with the drifts where the source has intact hosts."""
+    """Return the views before the first step, with the sensors, and with the drifts where the source has intact hosts."""
     task, found = (source.taught or source.task)().sealed(), []
     for start in range(0, len(keys), source.rows):
         chunk = keys[start : start + source.rows]
@@ -388,7 +388,7 @@ def views(source: Source, keys: Sequence[int]) -> list[View]:
 
 
 class Collected(NamedTuple):
-    """Cases of a source.
+    """Holds cases of a source, and the figures of its plans.
 
     Attributes:
         source (Source): of the cases
@@ -424,12 +424,12 @@ class Collected(NamedTuple):
         return self.plans[NONE.name].objective.shape[1]
 
     def best(self) -> str:
-        """The name of the plan of the largest mean J."""
+        """Return the name of the plan of the largest mean J."""
         return max(self.plans, key=lambda name: self.plans[name].objective.mean())
 
 
 def collected(folder: Path, source: Source, part: str, count: int, seeds: int, setting: str = ONE_SITE) -> Collected:
-    """The figures of every plan on the cases of a part, from the folder or grown now."""
+    """Return the figures of every plan on the cases of a part, from the folder or grown now."""
     facts, settings = source.cases(part, count, setting), {**source.settings, **SETTINGS[setting].settings}
     keys = [each.key for each in facts]
     if source.together > 1:
@@ -439,7 +439,7 @@ def collected(folder: Path, source: Source, part: str, count: int, seeds: int, s
 
 
 def features(of: Collected, path: Path) -> Floats:
-    """Features (n, S, F) of cases in the order of `Source.features`, from a file or measured now."""
+    """Return features (n, S, F) of cases in the order of `Source.features`, from a file or measured now."""
     if not path.exists():
         taught = of.source.taught is not None
         x = [table(slot_features(view, taught), of.source.features) for view in views(of.source, of.keys)]

@@ -67,7 +67,7 @@ FOUND = (
 
 
 class Group(NamedTuple):
-    """Cases of the part: how many, of which task, with which damage, on plain or on residual hosts."""
+    """Describes cases of the part: how many, of which task, with which damage, on plain or on residual hosts."""
 
     hosts: str
     task: str
@@ -90,7 +90,7 @@ GROUPS = (
 
 
 def planned(group: Group, keys: Sequence[int]) -> dict[str, list[Placed]]:
-    """What each controller plants in each case."""
+    """List what each controller plants in each case."""
     source = SOURCES[group.task]
     seen = [without_drift(view) for view in views(source, keys)]
     fixed = {name: placed for name, placed in FIXED.items() if source.heads or name != BEST}
@@ -99,7 +99,7 @@ def planned(group: Group, keys: Sequence[int]) -> dict[str, list[Placed]]:
 
 
 def grown(folder: Path, group: Group) -> tuple[dict[str, Floats], dict[str, list[Placed]]]:
-    """J (n, starts) by controller, and what each plants."""
+    """Return J (n, starts) by controller, and what each plants."""
     source, keys = SOURCES[group.task], [facts.key for facts in group.facts]
     planted = planned(group, keys)
     wanted = [list(dict.fromkeys(own)) for own in zip(*planted.values(), strict=True)]
@@ -121,7 +121,7 @@ def grown_by(folder: Path, group: Group, keys: Sequence[int], name: str, setting
 
 
 def figures(folder: Path, group: Group) -> dict[str, Any]:
-    """For the card: keys, hosts, mean J of every controller, and what `shipped` gains over each, with 95 % intervals."""
+    """Return keys, hosts, mean J of every controller, and what `shipped` gains over each with 95 % intervals, for the card."""
     facts = group.facts
     scores, planted = grown(folder / group.task / group.hosts.replace(" ", "-").replace("`", ""), group)
     others = [name for name in scores if name != OURS]

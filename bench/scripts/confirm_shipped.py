@@ -57,7 +57,7 @@ Floats = NDArray[np.float64]
 
 
 class Source(NamedTuple):
-    """A mixture with the full menu, one with the menu of the task, and the facts of a key."""
+    """Holds a mixture with the full menu, one with the menu of the task, and the facts of a key."""
 
     full: Mixture
     own: Mixture
@@ -81,7 +81,7 @@ def bypass() -> Contender:
 
 
 class Waits(Handover):
-    """`SkipWhereWeak` in every environment."""
+    """Decides by `SkipWhereWeak` in every environment."""
 
     def pick(self, view: Any) -> Picks:
         envs = len(view.masks.op)
@@ -93,7 +93,7 @@ def _waits(config: Config, wait: int) -> Waits:
 
 
 def waiting(wait: int) -> Contender:
-    """The rule of `shipped` with so many steps before the skip."""
+    """Return the rule of `shipped` with so many steps before the skip, as a contender."""
     name = f"wait {wait}"
     return Contender(name, {"gates": {"permissive": True}, "controller": name}, partial(_waits, wait=wait), name)
 
@@ -101,7 +101,7 @@ def waiting(wait: int) -> Contender:
 def grown(
     folder: Path, task: Mixture, settings: Mapping[str, Any], contender: Contender, static: tuple[str, ...] = ()
 ) -> dict[str, Floats]:
-    """J (N, 1) of a contender, and of static networks of the sizes that it grew."""
+    """Return J (N, 1) of a contender, and of static networks of the sizes that it grew."""
     found = evaluate(
         task,
         [contender],
@@ -120,7 +120,7 @@ def grown(
 
 
 class Confirmed(NamedTuple):
-    """J (N, 1) by network on the fresh instances of a source, and the keys."""
+    """Holds J (N, 1) by network on the fresh instances of a source, and the keys."""
 
     source: str
     skip: bool
@@ -128,7 +128,7 @@ class Confirmed(NamedTuple):
     scores: dict[str, Floats]
 
     def facts(self) -> dict[str, Any]:
-        """For the card: the keys, the mean J of every network, and what `shipped` gains over each, with 95 % intervals."""
+        """Return the keys, the mean J of every network, and what `shipped` gains over each with 95 % intervals, for the card."""
         others = [other for other in NAMES if other in self.scores]
         over = {other: interval(mean_difference, [self.scores[OURS]], [self.scores[other]]) for other in others}
         return {
@@ -141,7 +141,7 @@ class Confirmed(NamedTuple):
 
 
 def confirmed(folder: Path) -> list[Confirmed]:
-    """Every source with `skip-mlp` in the menu and without it.
+    """Grow every source with `skip-mlp` in the menu and without it.
 
     `heuristic` and what it is compared with beside `shipped` plant no skip, so their networks are the same with both menus and
     are grown once.
@@ -167,7 +167,7 @@ def confirmed(folder: Path) -> list[Confirmed]:
 
 
 def waited(folder: Path, waits: Sequence[int]) -> dict[int, Floats]:
-    """J (n,) of the fresh instances of all sources with `skip-mlp` in the menu, by the steps before the skip."""
+    """Return J (n,) of fresh instances of all sources with `skip-mlp` in the menu, by the steps before the skip."""
     found: dict[int, list[Floats]] = {wait: [] for wait in waits}
     for wait, (name, source) in itertools.product(waits, sources().items()):
         found[wait] += grown(folder / name, source.full, FULL, waiting(wait)).values()

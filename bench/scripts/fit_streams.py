@@ -62,20 +62,20 @@ def table_of(method: str) -> Mapping[str, Number]:
 
 
 def scaled(values: Floats, numbers: Mapping[str, Number]) -> Floats:
-    """(..., numbers) -> the scale of the search: logarithms where `Number.ratio`."""
+    """Scale numbers (..., numbers) for the search: logarithms where `Number.ratio`."""
     ratio = np.array([number.ratio for number in numbers.values()])
     return np.where(ratio, np.log(np.maximum(values, 1e-12)), values)
 
 
 def numbers_of(points: Floats, numbers: Mapping[str, Number]) -> Floats:
-    """The inverse of `scaled`, within the bounds."""
+    """Return the numbers of points in the scale of the search, within the bounds: the inverse of `scaled`."""
     table = numbers.values()
     values = np.where([number.ratio for number in table], np.exp(np.minimum(points, 20)), points)
     return np.clip(values, [number.low for number in table], [number.high for number in table])
 
 
 def returns(candidates: Floats, keys: Sequence[int], changes: Sequence[Change], options: argparse.Namespace) -> Floats:
-    """(C, S) the return of every stream with each candidate (C, numbers)."""
+    """Play every stream with each candidate (C, numbers), and return the mean accuracies (C, S)."""
     count, each = len(candidates), len(keys)
     streams = draw_streams(list(keys) * count, list(changes) * count, updates=options.updates)
     rows = np.repeat(candidates, each, 0)
@@ -88,13 +88,13 @@ def returns(candidates: Floats, keys: Sequence[int], changes: Sequence[Change], 
 def streams_of(
     part: str, first: int, each: int, kinds: Sequence[Change] = tuple(Change)
 ) -> tuple[list[int], list[Change]]:
-    """Keys and changes of `each` streams of every change."""
+    """Return keys and changes of `each` streams of every change."""
     changes = [change for change in kinds for _ in range(each)]
     return [RANGES[part].start + first + k for k in range(len(changes))], changes
 
 
 def settings_of(options: argparse.Namespace) -> Mapping[str, Any]:
-    """All settings of the method: its defaults, and in their place those of the file of settings."""
+    """Return all settings of the method: its defaults, and in their place those of the file of settings."""
     known = METHODS[options.method].settings
     if options.settings is None:
         return known
@@ -102,12 +102,12 @@ def settings_of(options: argparse.Namespace) -> Mapping[str, Any]:
 
 
 def set_of(options: argparse.Namespace) -> str:
-    """The name of the changes in a file of settings."""
+    """Return the name of the changes in a file of settings."""
     return "recurring-shared" if options.changes == [Change.SHARED] else "mixture"
 
 
 def start_of(options: argparse.Namespace) -> Mapping[str, float]:
-    """Where the search begins: the numbers of a file, or those of the table."""
+    """Return where the search begins: the numbers of a file, or those of the table."""
     if options.start:
         return read_numbers(options.start)
     if options.settings:

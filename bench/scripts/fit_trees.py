@@ -28,7 +28,7 @@ from esper_bench.records import run_script
 def fitted(
     of: Collected, x: Floats, names: Sequence[str], rows: NDArray[np.generic] | slice = slice(None), seed: int = 0
 ) -> Forests:
-    """Trees of every plan that read the named features, fitted on the cases of a mask or of indices; x as of `features`."""
+    """Fit trees of every plan that read the named features, on the cases of a mask or of indices; x as of `features`."""
     columns = [of.source.features.index(name) for name in names]
     known = (UNIFORM, *PLACED, *(FURTHER if of.source.heads else ()))
     objective = {placed: value[rows] for placed, value in of.objective.items() if placed.plan in known}
@@ -37,14 +37,14 @@ def fitted(
 
 
 def picked(forests: Forests, of: Collected, x: Floats) -> list[Placed]:
-    """The plan of the largest expected gain for each case, as the controller picks it from views."""
+    """Return the plan of the largest expected gain for each case, as the controller picks it from views."""
     own = x[..., [of.source.features.index(name) for name in forests.features]]
     options, gains = options_of(forests, own, of.source.heads)
     return [Placed(*options[index]) for index in gains.argmax(1)]
 
 
 def crossed(of: Collected, x: Floats, names: Sequence[str], group: NDArray[np.int64]) -> Floats:
-    """J (n,) of the trees on each group of cases, fitted on the others."""
+    """Return J (n,) of the trees on each group of cases, fitted on the others."""
     found, objective = np.zeros(len(x)), of.objective
     for each in np.unique(group):
         picks = picked(fitted(of, x, names, group != each), of, x)
@@ -54,7 +54,7 @@ def crossed(of: Collected, x: Floats, names: Sequence[str], group: NDArray[np.in
 
 
 def best_grown(trees: Trees, seen: Sequence[View], plans: Container[str]) -> list[Placed]:
-    """The plan of each case of which the trees expect the most among those that were grown."""
+    """Return the plan of each case of which the trees expect the most among those that were grown."""
     found = []
     for view in seen:
         for choices in trees.ranking(view):
@@ -64,7 +64,7 @@ def best_grown(trees: Trees, seen: Sequence[View], plans: Container[str]) -> lis
 
 
 def left_out(training: Collected, x: Floats, held: Collected, seen: Sequence[View]) -> list[Placed]:
-    """The picks of trees that were fitted without the kind of damage of each case."""
+    """Return the picks of trees that were fitted without the kind of damage of each case."""
     found: dict[str, list[Placed]] = {}
     for kind in np.unique(held.kind):
         trees = Trees(fitted(training, x, FEATURES, training.kind != kind))
@@ -73,7 +73,7 @@ def left_out(training: Collected, x: Floats, held: Collected, seen: Sequence[Vie
 
 
 def refitted(training: Collected, x: Floats, held: Collected, seen: Sequence[View], fits: int) -> list[list[Placed]]:
-    """The picks of trees that were fitted on `fits` bootstrap samples of the training hosts."""
+    """Return the picks of trees that were fitted on `fits` bootstrap samples of the training hosts."""
     hosts, found = np.unique(training.host), []
     for seed in range(fits):
         drawn = np.random.default_rng(seed).choice(hosts, len(hosts))

@@ -39,7 +39,7 @@ BOARD, README = ROOT / "bench/docs/leaderboard", ROOT / "bench/README.md"
 
 
 class Suite(NamedTuple):
-    """Cases of a task: the first ones of a part that have the damage of a setting, on plain hosts."""
+    """Describes cases of a task: the first ones of a part that have the damage of a setting, on plain hosts."""
 
     task: str
     part: str
@@ -80,7 +80,7 @@ SUITES: Mapping[str, Suite] = {
 
 
 class Row(NamedTuple):
-    """A row of a suite.
+    """Holds a row of a suite.
 
     Attributes:
         row (str): its name
@@ -109,7 +109,7 @@ class Row(NamedTuple):
 
 
 def measured(suite: Suite, folder: Path, name: str) -> tuple[dict[str, Figures], int | None]:
-    """The figures by row of a controller or of what is no controller, and the episodes that making it took."""
+    """Measure a controller, static networks or frozen repairs; return figures by row, and the episodes that making it took."""
     source, keys = suite.source, suite.keys
     if name in source.static:
         return static(folder, source._replace(static={name: source.static[name]}), keys, suite.setting), 0
@@ -123,7 +123,7 @@ def measured(suite: Suite, folder: Path, name: str) -> tuple[dict[str, Figures],
 
 
 def rows_of(folder: Path, keys: Sequence[int]) -> list[Row]:
-    """The rows of a folder. InputError for one of another version of the suite, or of other cases."""
+    """Read the rows of a folder. InputError for one of another version of the suite, or of other cases."""
     rows, cases = [], [keys[0], keys[-1], len(keys)]
     for path in sorted(folder.glob("*.json")):
         try:
@@ -139,12 +139,12 @@ def rows_of(folder: Path, keys: Sequence[int]) -> list[Row]:
 
 
 def bounds(scores: Floats, hosts: NDArray[np.int64] | None) -> tuple[float, float]:
-    """Bounds of the mean of scores (cases, starts), over cases, or over hosts where they are given."""
+    """Return bounds of the mean of scores (cases, starts), over cases, or over hosts where they are given."""
     return interval(mean, [scores])[1:] if hosts is None else joint(scores.mean(1)[None], hosts, 2 * DRAWS)
 
 
 def table(rows: Sequence[Row], anchor: str, hosts: NDArray[np.int64] | None = None) -> list[str]:
-    """The table of a suite in Markdown: the anchor first, then the others, the largest J first."""
+    """Return the table of a suite in Markdown: the anchor first, then the others, the largest J first."""
     first = next((row for row in rows if row.row == anchor), None)
     if first is None:
         raise InputError(f"the leaderboard has no row {anchor!r}, with which all are compared; name it as a controller")
@@ -163,7 +163,7 @@ def table(rows: Sequence[Row], anchor: str, hosts: NDArray[np.int64] | None = No
 
 
 def put(text: str, suite: str, lines: Sequence[str]) -> str:
-    """A page with the table behind the heading of a suite replaced."""
+    """Replace the table behind the heading of a suite in a page."""
     pattern, new = rf"(### `{suite}`:[^\n]*\n\n(?:\w[^\n]*\n\n)?)(?:\|[^\n]*\n)+", "\n".join(lines) + "\n"
     put_in, count = re.subn(pattern, lambda found: found[1] + new, text)
     assert count == 1, f"the page has {count} tables of {suite}"

@@ -66,7 +66,7 @@ STREAMS = Path(__file__).parent / "fit_streams.py"
 
 
 class Kind(NamedTuple):
-    """A kind of hosts, as the card describes it.
+    """Describes a kind of hosts for the card.
 
     `needs` are blueprints of the menu, `rule` is what `shipped` is compared with, and `recognised` whether a run can tell such
     hosts from others.
@@ -103,14 +103,14 @@ def name_of(option: Option) -> str:
 
 
 def axes(source: str, facts: Any) -> dict[str, str]:
-    """The families that a case belongs to, by axis."""
+    """Return the families that a case belongs to, by axis."""
     if source == "heal":
         return {"data": facts.problem.family, "damage": facts.damage.kind.value}
     return {"data": facts.family, "damage": facts.damage}
 
 
 class Cases(NamedTuple):
-    """Cases (n,) of a kind: the source and families of each, features (n, S, F), and mean J (n,) by plan or rule."""
+    """Holds cases (n,) of a kind: source and families of each, features (n, S, F), and mean J (n,) by plan or rule."""
 
     families: Sequence[dict[str, str]]
     x: Floats
@@ -144,7 +144,7 @@ RULES: dict[str, Callable[[], Placement]] = {"participation": ParticipationDrop,
 
 
 def placed_by_rules(seen: Sequence[View], objective: dict[str, Floats]) -> dict[str, Floats]:
-    """J of the rules, which plant one of the plans, and under "choice" the index of the plan of `collapse` in the options."""
+    """Return J of the rules, which plant one of the plans; under "choice of RULE", the index of its plan in the options."""
     known, found = options(SMALL, seen[0].space.width.shape[1]), {}
     for name, rule in RULES.items():
         placed = [Option(each.plan, each.slot) for each in picks(rule(), seen)]
@@ -154,7 +154,7 @@ def placed_by_rules(seen: Sequence[View], objective: dict[str, Floats]) -> dict[
 
 
 def fitted(of: Cases, rows: NDArray[np.bool_]) -> dict[str, Forest]:
-    """For each plan of SMALL but the first, trees that predict its gain in J over the first from the features of a slot."""
+    """Fit, for each plan of SMALL but the first, trees that predict its gain in J over the first from the features of a slot."""
     found, known = {}, options(SMALL, of.x.shape[1])
     base, *others = GROUPS[SMALL]
     for plan in others:
@@ -169,7 +169,7 @@ def fitted(of: Cases, rows: NDArray[np.bool_]) -> dict[str, Forest]:
 
 
 def compact(forest: Forest) -> Forest:
-    """The same trees in two thirds of the bytes: predictions in half precision, indices in the integers that hold them."""
+    """Shrink trees to two thirds of the bytes: predictions in half precision, indices in the integers that hold them."""
     assert len(forest.feature) < 2**15, "an index of a node does not fit"
     return forest._replace(
         feature=forest.feature.astype(np.int8),
@@ -180,7 +180,7 @@ def compact(forest: Forest) -> Forest:
 
 
 def planted(of: Cases, models: dict[str, Forest], margin: float = MARGIN) -> Floats:
-    """J (n,) of the plan that the controller chooses for each case of HEAL."""
+    """Return J (n,) of the plan that the controller chooses for each case of HEAL."""
     known, rows = options(SMALL, of.x.shape[1]), np.arange(len(of.x))
     expected = [models[f"{SMALL}/{plan.name}"].predict(of.x[:, slot]) for plan, slot in known[1:]]
     gains = np.stack([np.zeros(len(of.x)), *expected], 1)
@@ -194,12 +194,12 @@ Choose = Callable[[Cases, NDArray[np.bool_], Cases], Floats]
 
 
 def by_trees(margin: float = MARGIN) -> Choose:
-    """The trees of HEAL."""
+    """Return the choice by the trees of HEAL."""
     return lambda training, rows, fresh: planted(fresh, fitted(training, rows), margin)
 
 
 def by_wait(training: Cases, rows: NDArray[np.bool_], fresh: Cases) -> Floats:
-    """The number of steps before a skip of the largest mean J."""
+    """Return J (n,) with the number of steps before a skip that has the largest mean J in training."""
     return fresh.objective[f"wait {best_wait(training, rows)}"]
 
 
@@ -208,7 +208,7 @@ def best_wait(of: Cases, rows: NDArray[np.bool_]) -> int:
 
 
 def left_out(chosen: Choose, training: Cases, fresh: Cases, axis: str) -> Floats:
-    """J (n,) of fresh cases, each by what was chosen on training cases without its family."""
+    """Return J (n,) of fresh cases, each by what was chosen on training cases without its family."""
     found = np.full(len(fresh.x), np.nan)
     for family in sorted({own[axis] for own in fresh.families}):
         rows = fresh.has(axis, family)
@@ -217,14 +217,14 @@ def left_out(chosen: Choose, training: Cases, fresh: Cases, axis: str) -> Floats
 
 
 def row(name: str, ours: Floats, theirs: Floats, rows: NDArray[np.bool_]) -> dict[str, Any]:
-    """The mean gain in J of some cases, with its paired 95 % interval."""
+    """Return the mean gain in J of some cases, with its paired 95 % interval."""
     found = interval(mean_difference, [ours[rows, None]], [theirs[rows, None]])
     values = {"gain": found.value, "low": found.low, "high": found.high}
     return {"name": name, "cases": int(rows.sum()), **{key: round(float(value), 4) for key, value in values.items()}}
 
 
 def measured(kind: Kind, chosen: Choose, training: Cases, fresh: Cases) -> dict[str, Any]:
-    """What the card says of a kind: gains over the rivals, in all and with each family left out of the training."""
+    """Measure what the card says of a kind: gains over the rivals, in all and with each family left out of the training."""
     every = np.ones(len(fresh.x), bool)
     versions = {"seen": chosen(training, np.ones(len(training.x), bool), fresh)}
     versions |= {axis: left_out(chosen, training, fresh, axis) for axis in ("data", "damage")}
@@ -253,7 +253,7 @@ def measured(kind: Kind, chosen: Choose, training: Cases, fresh: Cases) -> dict[
 
 
 def healed(folder: Path, training: Cases) -> dict[str, Any]:
-    """The facts of HEAL, with its plans."""
+    """Measure the facts of HEAL, with its plans."""
     fresh = cases(folder, ("heal",), "card")
     known = [name_of(option) for option in options(SMALL, fresh.x.shape[1])]
     best = np.stack([fresh.objective[name] for name in known]).max(0)
@@ -266,7 +266,7 @@ def healed(folder: Path, training: Cases) -> dict[str, Any]:
 
 
 def trained(folder: Path, training: Cases, grown: Sequence[Confirmed]) -> dict[str, Any]:
-    """The facts of TRAIN, of the fresh instances with the full menu."""
+    """Measure the facts of TRAIN, of the fresh instances with the full menu."""
     full = [each for each in grown if each.skip]
     families = [axes(each.source, sources()[each.source].describe(key)) for each in full for key in each.keys]
     objective = {name: np.concatenate([each.scores[name][:, 0] for each in full]) for name in TRAIN.rivals}
@@ -300,7 +300,7 @@ def margins(folder: Path, training: Cases) -> None:
 
 
 def tried(of: Cases, margin: float) -> dict[str, dict[str, dict[str, Any]]]:
-    """What trees add on training cases to what the controller does on hosts that train, by menu and what is left out."""
+    """Measure what trees add on training cases to the controller on hosts that train, by menu and by what is left out."""
     every = np.ones(len(of.x), bool)
     menus = {
         "with": (f"wait {SKIP_AFTER}", [Option(SKIP, LAST_BLOCK)]),
@@ -316,7 +316,7 @@ def tried(of: Cases, margin: float) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def with_trees(of: Cases, base: str, more: Sequence[Option], axis: str, margin: float) -> Floats:
-    """J (n,) where trees, fitted without the family of a case, replace `base` by a plan that they expect more of by a margin."""
+    """Return J (n,) where trees, fitted without a case's family, replace `base` by a plan if they expect a margin more of it."""
     objective = np.stack([of.objective[base], *(of.objective[name_of(option)] for option in more)], 1)
     gains = np.zeros_like(objective)
     for family in sorted({own[axis] for own in of.families}):
@@ -373,7 +373,7 @@ def main() -> None:
 
 
 def write(facts: dict[str, Any], forests: Forests) -> None:
-    """The arrays, the facts, and the card."""
+    """Write the arrays, the facts, and the card."""
     FOLDER.mkdir(exist_ok=True)
     path = FOLDER / f"{facts['version']}.safetensors"
     save_forests(path, forests)
@@ -384,7 +384,7 @@ def write(facts: dict[str, Any], forests: Forests) -> None:
 
 
 def write_card(facts: dict[str, Any]) -> None:
-    """The facts, and the card."""
+    """Write the facts, and the card."""
     path, text = FOLDER / f"{facts['version']}.json", card(facts)
     path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     for place in (path.with_suffix(".md"), DOCS):

@@ -1,4 +1,4 @@
-"""How much of a policy's gradient on trained hosts is signal, by lambda and by what the baseline is.
+"""Measure how much of a policy's gradient on trained hosts is signal, by lambda and by what the baseline is.
 
     python bench/scripts/study_heal_ppo.py OUT --seeds 1 --rounds 20
     python bench/scripts/measure_gradient_signal.py OUT/ppo-s0/controller

@@ -1,4 +1,4 @@
-"""Where one seed should go in a damaged network: the rule of `esper heal` against the rules and trees of the task `heal`.
+"""Find where one seed should go in a damaged network: the rule of `esper heal` against the rules and trees of the task `heal`.
 
     python bench/scripts/measure_healing_places.py FOLDER
 
@@ -45,7 +45,7 @@ Slots = NDArray[np.int64]
 
 
 def by_streams(cases: Sequence[Facts], taught: bool = False, inner: bool = False) -> Slots:
-    """(n,) the slot that `esper heal` ranks first, without the intact network or with it.
+    """Return the slot (n,) that `esper heal` ranks first, without the intact network or with it.
 
     inner: rank only slots behind segments that keep the width of the stream, as the rules do.
     """
@@ -61,13 +61,13 @@ def by_streams(cases: Sequence[Facts], taught: bool = False, inner: bool = False
 
 
 def by_rule(rule: ParticipationDrop | Collapse, seen: Sequence[View]) -> Slots:
-    """(n,) the slot that a rule ranks first, whether or not it stands out."""
+    """Return the slot (n,) that a rule ranks first, whether or not it stands out."""
     rankings = [ranking for view in seen for ranking in rule.ranking(view)]
     return np.array([next(choice.slot for choice in ranking if choice.slot >= 0) for ranking in rankings])
 
 
 def by_trees(plan: Plan, seen: Sequence[View]) -> Slots:
-    """(n,) the slot at which the trees that are shipped expect most of a plan."""
+    """Return the slot (n,) at which the trees that are shipped expect most of a plan."""
     found = []
     for view in seen:
         options, gains = Trees().gains(view)
@@ -77,7 +77,7 @@ def by_trees(plan: Plan, seen: Sequence[View]) -> Slots:
 
 
 def lost(cases: Sequence[Facts]) -> NDArray[np.float64]:
-    """(n,) accuracy of the intact network on the sound test split."""
+    """Return the accuracy (n,) of the intact network on the sound test split."""
     found = []
     with torch.no_grad():
         for facts in cases:

@@ -1,4 +1,4 @@
-"""The card of a version of `shipped`, in Markdown, from the facts that bench/scripts/make_shipped.py measured."""
+"""Write the card of a version of `shipped`, in Markdown, from the facts that bench/scripts/make_shipped.py measured."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ AXES = {"seen": "every family trained on", "data": "its data family left out", "
 
 
 def card(facts: Mapping[str, Any]) -> str:
-    """The whole page."""
+    """Return the whole page."""
     rows = _short(facts)
     short = "\n".join(f"| {hosts} | `{rule}` | {_points(row)} | **{_verdict(row)}** |" for hosts, rule, row in rows)
     advice = "\n".join(
@@ -35,7 +35,7 @@ def card(facts: Mapping[str, Any]) -> str:
 
 
 def _short(facts: Mapping[str, Any]) -> list[tuple[str, str, Mapping[str, float]]]:
-    """Hosts, rule and gain: of all that was confirmed, and of every kind the worse figure with families left out."""
+    """List hosts, rule and gain: of all that was confirmed, and of every kind the worse figure with families left out."""
     rows = []
     for each in facts["confirmed"]:
         rows.append((f"untrained MLPs of {_hosts(each)} in the menu", RULE, _row(each, RULE)))
@@ -86,7 +86,7 @@ def _points(row: Mapping[str, Any]) -> str:
 
 
 def _confirmed(facts: Mapping[str, Any]) -> str:
-    """The figures on hosts that were looked at once."""
+    """Return the figures on hosts that were looked at once."""
     lines = [CONFIRMED.format(**facts)]
     for each in facts["confirmed"]:
         first, last, cases = each["keys"]
@@ -105,7 +105,7 @@ def _confirmed(facts: Mapping[str, Any]) -> str:
 
 
 def _full_menu(facts: Mapping[str, Any]) -> str:
-    """The figures on frozen hosts whose menu has larger seeds, and on residual ones with the small menu."""
+    """Return the figures on frozen hosts whose menu has larger seeds, and on residual ones with the small menu."""
     lines = [FULL_MENU.format(rule=FULL_RULE, **facts)]
     for each in facts["full_menu"]:
         first, last, cases = each["keys"]
@@ -165,7 +165,7 @@ def _kind(kind: Mapping[str, Any]) -> str:
 
 
 def _losses(facts: Mapping[str, Any]) -> str:
-    """Where the interval of a family or a rival lies below 0 or reaches it."""
+    """List where the interval of a family or a rival lies below 0 or reaches it."""
     lines = ["## Where it loses", ""]
     for each in facts["confirmed"]:
         rows = {words: _row(each, name) for name, words in NAMES.items() if name in each["over"]}

@@ -1,4 +1,4 @@
-"""One growing network at every stop, beside the static width that hindsight would choose for that stop.
+"""Compare one growing network at every stop with the static width that hindsight would choose for that stop.
 
     python bench/scripts/study_anytime.py --page               # the tables of bench/docs/anytime.md: three hours of a core
     python bench/scripts/study_anytime.py --seeds 2 stdlib
@@ -97,7 +97,7 @@ PAGE = {"stdlib": _TEXT, "headers": _TEXT, "python": _TEXT, "letter": ((8e-3,) *
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward, each behind a norm and added to the stream; their last layers begin at 0."""
+    """Computes attention and a feed-forward, each behind a norm and added to the stream; their last layers begin at 0."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Block(nn.Module):
             nn.init.zeros_(layer.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (B, L, C)."""
+        """Map (B, L, C) to (B, L, C)."""
         parts = self.qkv(self.norm_1(x)).chunk(3, -1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -120,7 +120,7 @@ class Block(nn.Module):
 
 
 class ByteModel(nn.Module):
-    """Logits (B, L, 128) of the next byte, from bytes (B, L)."""
+    """Maps bytes (B, L) to logits (B, L, 128) of the next byte."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -130,14 +130,14 @@ class ByteModel(nn.Module):
         nn.init.zeros_(self.head.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (B, L)."""
+        """Map (B, L) to (B, L, 128)."""
         logits: Tensor = self.head(self.norm(self.block(self.bytes(x) + self.positions[: x.shape[1]])))
         return logits
 
 
 class Data(NamedTuple):
-    """Inputs and targets to train on, those that growth may look at (None: it does not look), those of the test, and of a text
-    those that growth looks at in one arm of `--changes`.
+    """Holds inputs and targets to train on, those that growth may look at (None: it does not look), those of the test, and
+    of a text those that growth looks at in one arm of `--changes`.
 
     A text is one row of bytes, which are inputs and, one place further, targets.
     """
@@ -149,7 +149,7 @@ class Data(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What is trained, in which widths, and at which compute (FLOPs, or seconds where `in_seconds`) it is looked at."""
+    """Describes what is trained, in which widths, and at which compute (FLOPs, or seconds where `in_seconds`) it is looked at."""
 
     load: Callable[[], Data]
     build: Callable[[int], nn.Module]
@@ -161,7 +161,7 @@ class Setting(NamedTuple):
 
 
 class Point(NamedTuple):
-    """A stop: FLOPs and seconds of training, and the figure of the averaged network on the test (less is better)."""
+    """Holds FLOPs and seconds of training at a stop, and the figure of the averaged network on the test (less is better)."""
 
     flops: float
     seconds: float
@@ -169,7 +169,7 @@ class Point(NamedTuple):
 
 
 def text(files: Sequence[Path]) -> Data:
-    """Bytes below 128; every 20th block of 4,096 of them is held out, for the test and, half way between its windows, a probe."""
+    """Read bytes below 128; every 20th block of 4,096 is held out, for the test and, half way between its windows, a probe."""
     raw = b"".join(file.read_bytes() for file in sorted(files))[:4_000_000]
     whole = torch.frombuffer(bytearray(raw[: len(raw) // 4096 * 4096]), dtype=torch.uint8).long().clamp(max=127)
     blocks = whole.view(-1, 4096)
@@ -184,7 +184,7 @@ def text(files: Sequence[Path]) -> Data:
 
 
 def letter() -> Data:
-    """15,000 rows to train on, 1,000 to look at, 4,000 for the test."""
+    """Load `letter`: 15,000 rows to train on, 1,000 to look at, 4,000 for the test."""
     rows, labels = letter_recognition()
     order = np.random.default_rng(0).permutation(len(rows))
     x = torch.tensor((rows - rows.mean(0)) / rows.std(0), dtype=torch.float32)[order]
@@ -194,7 +194,7 @@ def letter() -> Data:
 
 
 def fashion() -> Data:
-    """10,000 images to train on, 1,000 to look at, 10,000 for the test."""
+    """Load Fashion-MNIST: 10,000 images to train on, 1,000 to look at, 10,000 for the test."""
     (x, y), held = fashion_mnist()
     order = np.random.default_rng(0).permutation(len(x))
     kept, looked = order[:10_000], order[10_000:11_000]
@@ -203,7 +203,7 @@ def fashion() -> Data:
 
 
 def mlp(inputs: int, classes: int, width: int) -> nn.Module:
-    """Two hidden layers."""
+    """Return a network of two hidden layers."""
     hidden = nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
     return hidden.append(nn.Linear(width, classes))
 
@@ -241,19 +241,19 @@ SETTINGS: Mapping[str, Setting] = {
 
 
 def cost(model: nn.Module, targets: int) -> float:
-    """FLOPs of a step: 6 for each weight that multiplies, and for each pair of features of a position and of those before it."""
+    """Count FLOPs of a step: 6 for each weight that multiplies, and each pair of features of a position and of those before."""
     weights = sum(each.numel() for name, each in model.named_parameters() if name not in ("bytes.weight", "positions"))
     pairs = LENGTH * model.positions.shape[-1] if isinstance(model, ByteModel) else 0
     return 6.0 * (weights + pairs) * targets
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
-    """Cross-entropy of logits (..., K)."""
+    """Return the cross-entropy of logits (..., K)."""
     return F.cross_entropy(output.flatten(0, -2), target.flatten())
 
 
 def adam(model: nn.Module, rate: float) -> torch.optim.Optimizer:
-    """Adam, with twice the rate for tables."""
+    """Return Adam with twice the rate for tables."""
     named = dict(model.named_parameters())
     tables = [named.pop(name) for name in ("bytes.weight", "positions") if name in named]
     groups = [{"params": tables, "lr": 2 * rate}] * bool(tables) + [{"params": list(named.values())}]
@@ -272,7 +272,7 @@ def batch_of(setting: Setting, data: Data, generator: torch.Generator) -> tuple[
 
 
 def informed_birth(drawn: Iterable[tuple[Tensor, Tensor]], model: nn.Module, factor: int, **given: Any) -> Widened:
-    """`esper.widen`, behind which the new units of a layer read what the next layer cannot follow by its present inputs.
+    """Widen by `esper.widen`; then new units of a layer read what the next layer cannot follow by its present inputs.
 
     For a layer with inputs u, the next one with inputs b, and the gradient g of what that returns,
 
@@ -315,17 +315,17 @@ def informed_birth(drawn: Iterable[tuple[Tensor, Tensor]], model: nn.Module, fac
 
 
 def parameters(model: nn.Module) -> int:
-    """Number of parameters."""
+    """Return the number of parameters."""
     return sum(each.numel() for each in model.parameters())
 
 
 def batches(setting: Setting) -> tuple[int, ...]:
-    """Sizes of the batches with small batches first."""
+    """Return the sizes of the batches with small batches first."""
     return setting.batch // 4, setting.batch // 2, setting.batch
 
 
 def prices(setting: Setting, data: Data, turns: int = 200) -> dict[tuple[int, int], float]:
-    """CPU seconds of a step by parameters and batch: the median of turns, in each of which every width and batch takes a step."""
+    """Measure CPU seconds of a step by parameters and batch: the median of turns; in each, every width and batch takes a step."""
     generator = torch.Generator().manual_seed(0)
     loops = []
     for width, batch in itertools.product(setting.widths, batches(setting)):
@@ -419,18 +419,18 @@ def train(
 
 
 def figures(points: Sequence[Point]) -> NDArray[np.float64]:
-    """(stops,) figures."""
+    """Return the figures (stops,)."""
     return np.array([point.figure for point in points])
 
 
 def figure_at(setting: Setting, points: Sequence[Point], compute: float) -> float:
-    """The figure at a compute, between stops by its logarithm; that of the first stop before it."""
+    """Return the figure at a compute, between stops by its logarithm; before the first stop, that of the first."""
     spent = [point.seconds if setting.in_seconds else point.flops for point in points]
     return float(np.interp(math.log(compute), np.log(spent), figures(points)))
 
 
 def restarts(setting: Setting, runs: Mapping[int, list[Point]]) -> NDArray[np.float64]:
-    """(stops,) the best network so far, where each width begins anew when as much compute was used as by all before."""
+    """Return the figure (stops,) of the best network so far; each width begins anew at as much compute as all before used."""
     first = float(setting.stops[0])
     begun = {
         width: first * (0 if number == 0 else 2.0 * 3.0 ** (number - 1)) for number, width in enumerate(setting.widths)
@@ -448,7 +448,7 @@ def restarts(setting: Setting, runs: Mapping[int, list[Point]]) -> NDArray[np.fl
 
 
 def halving(setting: Setting, runs: Mapping[int, list[Point]]) -> NDArray[np.float64]:
-    """(stops,) the width that is best after a quarter of the compute was shared by all, trained on with the rest."""
+    """Return the figure (stops,) of the width that is best after all shared a quarter of the compute, trained with the rest."""
     found = []
     for stop in setting.stops:
         share = stop / 4 / len(setting.widths)
@@ -458,7 +458,7 @@ def halving(setting: Setting, runs: Mapping[int, list[Point]]) -> NDArray[np.flo
 
 
 def in_seconds(arms: Mapping[str, list[Point]]) -> dict[str, float]:
-    """Gap of each arm to the best static one at equal seconds, mean over 12 that all arms with batches of one size reach."""
+    """Return each arm's gap to the best static one at equal seconds, mean over 12 times that all arms of one batch size reach."""
     equal = [points for arm, points in arms.items() if not arm.endswith("small batches first")]
     low = max(points[len(EARLY)].seconds for points in equal)
     high = min(points[-1].seconds for points in equal)
@@ -469,7 +469,7 @@ def in_seconds(arms: Mapping[str, list[Point]]) -> dict[str, float]:
 
 
 def behind_equal_batches(arms: Mapping[str, list[Point]]) -> dict[str, float]:
-    """By how much each arm with small batches first is behind the same without, mean over 12 moments of both, in seconds."""
+    """Return how far each arm with small batches first is behind the same without: mean over 12 moments of both, in seconds."""
     found = {}
     for arm in arms:
         pair = [arms[arm], arms.get(f"{arm}, small batches first", [])]
@@ -487,7 +487,7 @@ def behind_equal_batches(arms: Mapping[str, list[Point]]) -> dict[str, float]:
 def wrong_starts(
     setting: Setting, data: Data, rate: float, seed: int, price: dict[tuple[int, int], float]
 ) -> dict[str, list[Point]]:
-    """Growth from other first widths, and after other numbers of targets, where these decide. Adds prices of new widths."""
+    """Grow from other first widths, and after other numbers of targets, where these decide. Adds prices of new widths."""
     first, last = setting.widths[0], setting.widths[-1]
     found = {}
     for width in (first // WRONG, first * WRONG):
@@ -589,7 +589,7 @@ def changed(
 
 
 def tuned(name: str, setting: Setting) -> dict[int, float]:
-    """The rate of each width, and of the grown network by 0, with the best mean over the stops of one seed."""
+    """Choose the rate of each width, and of the grown network by 0, with the best mean over the stops of one seed."""
     data, rates = setting.load(), {}
     price = prices(setting, data)
     for width in (0, *setting.widths):

@@ -1,4 +1,4 @@
-"""How often an interval of sampled attribution holds the exact Shapley value; prints the table of docs/attribution.md.
+"""Measure how often an interval of sampled attribution holds the exact Shapley value; print the table of docs/attribution.md.
 
 python bench/scripts/study_attribution.py            # a minute of one core
 """
@@ -18,24 +18,24 @@ Rng = np.random.Generator
 
 
 def unstructured(members: Floats, envs: int, rng: Rng) -> Floats:
-    """Every coalition has a value of its own."""
+    """Draw games in which every coalition has a value of its own."""
     return rng.normal(size=(envs, len(members)))
 
 
 def saturating(members: Floats, envs: int, rng: Rng) -> Floats:
-    """Each player mends a share of what the others leave wrong."""
+    """Draw games in which each player mends a share of what the others leave wrong."""
     share = rng.uniform(0, 0.5, size=(envs, 1, members.shape[1]))
     return np.asarray(1 - np.prod(np.where(members == 1, 1 - share, 1.0), axis=2))
 
 
 def redundant(members: Floats, envs: int, rng: Rng) -> Floats:
-    """The best player alone counts."""
+    """Draw games in which the best player alone counts."""
     worth = rng.uniform(0, 0.3, size=(envs, 1, members.shape[1]))
     return np.asarray(np.max(members * worth, axis=2))
 
 
 def threshold(members: Floats, envs: int, rng: Rng) -> Floats:
-    """Half of the players together bring a jump, and each of them a little."""
+    """Draw games in which half of the players together bring a jump, and each of them a little."""
     worth, noise = rng.uniform(0, 0.1, size=(envs, 1, members.shape[1])), rng.normal(0, 0.02, (envs, len(members)))
     return np.asarray((members.sum(1) >= members.shape[1] // 2) * 0.3 + (members * worth).sum(2) + noise)
 
@@ -44,7 +44,7 @@ GAMES: tuple[Callable[[Floats, int, Rng], Floats], ...] = (unstructured, saturat
 
 
 class Coverage(NamedTuple):
-    """Share of exact values within an interval."""
+    """Holds the shares of exact values that lie within intervals of three kinds."""
 
     two_errors: float  # mean ± 2 standard errors
     student: float  # mean ± the quantile of Student's t times the standard error
@@ -52,7 +52,7 @@ class Coverage(NamedTuple):
 
 
 def coverage(game: Callable[[Floats, int, Rng], Floats], players: int, pairs: int, envs: int, draws: int) -> Coverage:
-    """Of so many games of a kind, each sampled under so many keys."""
+    """Measure the coverage of so many games of a kind, each sampled under so many keys."""
     members = (np.arange(1 << players)[:, None] >> np.arange(players) & 1).astype(np.float64)
     values = game(members, envs, np.random.default_rng(players))
     exact, within = shapley(values), []

@@ -1,4 +1,4 @@
-"""Certified keeps: how often runs keep a seed that does not help, and how many of the helpful seeds they keep.
+"""Measure certified keeps: how often runs keep a seed that does not help, and how many of the helpful seeds they keep.
 
 Labels that are drawn at random, independently of the inputs: no seed helps, so every keep is false. Real labels: the truth of a
 keep is its contribution on 4,096 examples that no run reads. Two controllers: the heuristic, and one that plants whenever it
@@ -47,7 +47,7 @@ class Eager(Rule):
     """Plants anything anywhere, keeps what the gate lets through, and prunes what has not been kept after 12 steps."""
 
     def act(self, view: esper.View) -> esper.Actions:
-        """One decision per environment; a later operation of the list is preferred."""
+        """Return one decision per environment; a later operation of the list is preferred."""
         envs, masks = len(view.host_params), view.masks
         op, slot = np.full(envs, esper.Op.WAIT), np.zeros(envs, np.int64)
         draws = np.random.default_rng([view.episode, view.step]).random(view.seeds.stage.shape)
@@ -60,7 +60,7 @@ class Eager(Rule):
 
 
 def mixture(*, random_labels: bool, probe_size: int) -> Mixture:
-    """Spirals of which every instance has points of its own; the labels are those of the spirals, or coin flips."""
+    """Return spirals of which every instance has points of its own; the labels are those of the spirals, or coin flips."""
 
     def drawn(key: int) -> dict[str, Split]:
         generator = np.random.default_rng([key, 7])
@@ -90,7 +90,7 @@ def mixture(*, random_labels: bool, probe_size: int) -> Mixture:
 
 
 def one_data_set(task: Mixture, key: int) -> Task:
-    """The instance of a key as a task of its own, whose environments are other starts on the same data."""
+    """Return the instance of a key as a task of its own, whose environments are other starts on the same data."""
     found, test = task.sample(key), task.test_split(key)
     parts = {name: getattr(found, name) for name in ("host", "train", "probe", "validation")}
     shared = {name: getattr(task, name) for name in ("summary", "objective", "menu", "defaults")}
@@ -98,7 +98,7 @@ def one_data_set(task: Mixture, key: int) -> Task:
 
 
 class Uncorrected(Certificates):
-    """Every look tests at `ALPHA`, as if it were the only one: about the most that any test of this level can certify."""
+    """Tests at `ALPHA` at every look, as if it were the only one: about the most that any test of this level can certify."""
 
     def looked(self, *arguments: Any) -> "Uncorrected":
         """Return the state after looks, with a new budget."""
@@ -107,7 +107,7 @@ class Uncorrected(Certificates):
 
 
 class Kept(NamedTuple):
-    """What the runs of a study kept; every field is (runs,)."""
+    """Counts what the runs of a study kept; every field is (runs,)."""
 
     true: np.ndarray[Any, Any]  # seeds with a contribution above 0 on the held examples when they were kept
     false: np.ndarray[Any, Any]  # the other seeds that were kept
@@ -173,14 +173,14 @@ def play(
 
 
 def interval(hits: int, count: int) -> str:
-    """A share with its exact 95 % interval (Clopper and Pearson, 1934)."""
+    """Format a share with its exact 95 % interval (Clopper and Pearson, 1934)."""
     low = beta.ppf(0.025, hits, count - hits + 1) if hits else 0.0
     high = beta.ppf(0.975, hits + 1, count - hits) if hits < count else 1.0
     return f"{hits / count:.1%} [{low:.1%}, {high:.1%}]"
 
 
 def fooled(rows: int, runs: int, *, shared: bool) -> str:
-    """An adversary: verdicts on 8 seeds of every row but the last, which help a little, choose a seed of the last that does not.
+    """Let verdicts on 8 seeds of every row but the last, which help a little, choose a seed of the last row that does not help.
 
     The rows of a run have the same 60 fresh examples. With one row, that row has all nine looks. shared: whether the rows share
     a budget, or have one each.
@@ -205,7 +205,7 @@ def fooled(rows: int, runs: int, *, shared: bool) -> str:
 
 
 def attack(runs: int) -> Iterator[str]:
-    """The table of the adversary."""
+    """Yield the lines of the table of the adversary."""
     yield from ("", "## An adversary", "")
     yield "| rows that share 60 fresh examples | runs | false certificate in the last row | with a budget for each row |"
     yield "|---|---|---|---|"
@@ -215,7 +215,7 @@ def attack(runs: int) -> Iterator[str]:
 
 
 def shared_rows(networks: int, steps: int, sizes: Sequence[int], start: int) -> Iterator[str]:
-    """The table of networks on one data set, in populations of 1, 8 and all."""
+    """Yield the lines of the table of networks on one data set, in populations of 1, 8 and all."""
     yield from ("", "## Rows that share fresh examples", "")
     yield "| controller | probe split | rows that share | true keeps | false keeps | true keeps / those of G5 |"
     yield "|---|---|---|---|---|---|"
@@ -231,7 +231,7 @@ def shared_rows(networks: int, steps: int, sizes: Sequence[int], start: int) -> 
 
 
 def needed(gains: float, losses: float, power: float) -> int:
-    """The fewest fresh examples, of 8 times powers of 1.05, with which a first look certifies a seed with probability `power`."""
+    """Find the fewest fresh examples, of 8 times powers of 1.05, with which a first look certifies a seed with chance `power`."""
     generator, size = np.random.default_rng(0), 8.0
     while True:
         counts = generator.multinomial(int(size), [gains, losses, 1 - gains - losses], 4000)[:, :2]
@@ -241,7 +241,7 @@ def needed(gains: float, losses: float, power: float) -> int:
 
 
 def sizes_table() -> Iterator[str]:
-    """The table of how many fresh examples an effect needs."""
+    """Yield the lines of the table of how many fresh examples an effect needs."""
     yield from ("", "## How many fresh examples an effect needs", "")
     yield "| predictions that the seed corrects | and breaks | certified by the first look in 50 % of runs | in 90 % |"
     yield "|---|---|---|---|"
@@ -250,7 +250,7 @@ def sizes_table() -> Iterator[str]:
 
 
 def random_labels(runs: int, steps: int) -> Iterator[str]:
-    """The table of runs on random labels, where every keep is false."""
+    """Yield the lines of the table of runs on random labels, where every keep is false."""
     yield from ("## Random labels: every keep is false", "")
     yield from (
         "| controller | gate | runs | runs with a false keep | trials looked at per run |",
@@ -270,7 +270,7 @@ def random_labels(runs: int, steps: int) -> Iterator[str]:
 
 
 def real_labels(runs: int, steps: int, sizes: Sequence[int], start: int) -> Iterator[str]:
-    """The table of runs on real labels: true and false keeps without certificates, with them, and with looks at `ALPHA` each."""
+    """Yield the table of runs on real labels: true and false keeps without certificates, with them, and with looks at `ALPHA`."""
     yield from ("", "## Real labels: what is kept", "")
     yield "| controller | probe split | gate | true keeps | false keeps | true keeps / those of G5 |"
     yield "|---|---|---|---|---|---|"
@@ -287,7 +287,7 @@ def real_labels(runs: int, steps: int, sizes: Sequence[int], start: int) -> Iter
 
 
 def worded(gate: Mapping[str, Any]) -> str:
-    """The gate in words."""
+    """Describe the gate in words."""
     if not gate:
         return "G5"
     return f"G5, certify {ALPHA}" if "permissive" not in gate else f"permissive, certify {ALPHA}"

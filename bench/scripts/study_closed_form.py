@@ -1,4 +1,4 @@
-"""The correction in closed form on the held-out cases of `bench/docs/heal-images.md`, beside the damaged hosts.
+"""Measure the correction in closed form on the held-out cases of `bench/docs/heal-images.md`, beside the damaged hosts.
 
     python bench/scripts/study_closed_form.py
 
@@ -20,18 +20,18 @@ TASK = "heal-images"
 
 @torch.no_grad()
 def accuracy(host: nn.Module, of: Facts) -> float:
-    """That of a host on the test split."""
+    """Return the accuracy of a host on the test split."""
     x, y = split_of(of, Part.TEST)
     return float((host(x)[:, : of.problem.classes].argmax(-1) == y).float().mean())
 
 
 def damaged(of: Facts) -> float:
-    """J of the damaged host."""
+    """Return J of the damaged host."""
     return accuracy(DamagedHost(of.number, of.damage, True, of.hosts)(), of)
 
 
 def corrected(of: Facts) -> float:
-    """J of the corrected host, which pays rent for the parameters that the correction stores."""
+    """Return J of the corrected host, which pays rent for the parameters that the correction stores."""
     host, spent = CorrectedHost(of, DEFAULTS["governor"]["param_limit"]).corrected()
     size = sum(parameter.numel() for parameter in host.parameters())
     return accuracy(host, of) - DEFAULTS["reward"]["rent"] * spent / size

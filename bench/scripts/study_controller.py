@@ -1,4 +1,4 @@
-"""What trained controllers are worth on the mixture `repair`: a campaign in parts that goes on where it was left.
+"""Measure trained controllers on the mixture `repair`, in a campaign of parts that goes on where it was left.
 
     train      trainings of the preset standard, seeds 0 to 2
     quick      one training of the preset quick, beside the rules
@@ -125,7 +125,7 @@ PAGE = Path(__file__).parents[1] / "docs/controller.md"
 
 
 class Size(NamedTuple):
-    """How large the study is: instances by seeds of a part."""
+    """Sets how large the study is: instances by seeds of a part."""
 
     trainings: tuple[int, ...]  # seeds of the standard trainings
     searched: int  # episodes of the search for the best fixed plan
@@ -149,7 +149,7 @@ QUICK = Size(
 
 
 class Training(NamedTuple):
-    """One training of a controller; `name` is its folder."""
+    """Describes one training of a controller; `name` is its folder."""
 
     name: str
     task: str
@@ -158,7 +158,7 @@ class Training(NamedTuple):
 
 
 class Player(NamedTuple):
-    """Who decides, in words that another process can act on."""
+    """Describes who decides, in words that another process can act on."""
 
     name: str
     source: str  # the name of a controller, the folder of a trained one, or the file of a schedule that was found
@@ -166,7 +166,7 @@ class Player(NamedTuple):
 
 
 class Study(NamedTuple):
-    """The campaign."""
+    """Runs the campaign."""
 
     size: Size
     out: Path
@@ -179,7 +179,7 @@ class Study(NamedTuple):
             say(f"{done}/{len(jobs)} {future.result()}")
 
     def controller(self, training: str) -> Path:
-        """Where a finished training left its controller. InputError where there is none."""
+        """Return where a finished training left its controller. InputError where there is none."""
         if not finished(self.out / training):
             raise InputError(
                 f"{self.out / training} holds no finished training; run the parts train, quick and leave-out"
@@ -187,13 +187,13 @@ class Study(NamedTuple):
         return self.out / training / FOLDER
 
     def standard(self) -> list[Player]:
-        """The standard controllers that are trained."""
+        """List the standard controllers that are trained."""
         trainings = trainings_of("train", self.size)
         there = [each for each in trainings if finished(self.out / each.name)] or trainings[:1]
         return [Player(f"standard, seed {each.seed}", str(self.controller(each.name))) for each in there]
 
     def grow(self, task: str, players: Sequence[Player], shape: tuple[int, int], rows: int) -> Evaluation:
-        """Every player on held-out instances by seeds, one seed a process at a time."""
+        """Grow held-out instances by seeds with every player, one seed a process at a time."""
         rest, (instances, seeds) = (shape[0], self.size.layer, self.out / "grown", rows), shape
         self.run([(grow, (task, player, seed, *rest)) for seed in range(seeds) for player in players])
         return evaluate(
@@ -222,7 +222,7 @@ class Study(NamedTuple):
 
 
 class Exam(NamedTuple):
-    """What is grown for a part, and what it is compared with."""
+    """Describes what is grown for a part, and what it is compared with."""
 
     tasks: Mapping[str, Sequence[Player]]
     shape: tuple[int, int]  # instances, seeds
@@ -238,7 +238,7 @@ class Told(Progress):
         self.name = name
 
     def round(self, number: int, rounds: int, figures: Mapping[str, float]) -> None:
-        """A line at a validation."""
+        """Print a line at a validation."""
         if "validation_objective" in figures:
             say(f"{self.name}: round {number} of {rounds}, validation J {figures['validation_objective']:.3f}")
 
@@ -249,12 +249,12 @@ class Told(Progress):
 
 @dataclass
 class Shuffled(Policy):
-    """A policy that is shown one group of its features from another environment, the same one for a whole episode."""
+    """Shows a policy one group of its features from another environment, the same one for a whole episode."""
 
     group: str = EVERYTHING
 
     def normalised(self, observation: Observation) -> Inputs:
-        """What the network reads, with the group's columns, raw, relative and `name?`, those of another environment."""
+        """Return what the network reads, with the group's columns, raw, relative and `name?`, those of another environment."""
         seen = super().normalised(observation)
         other = partners(len(seen.env))
         env, slot = seen.env.copy(), seen.slot.copy()
@@ -266,21 +266,21 @@ class Shuffled(Policy):
 
 
 def partners(envs: int) -> NDArray[np.int64]:
-    """(E,) the environment that each is shown in its place: one cycle in a drawn order, so that none is shown itself."""
+    """Return the environment (E,) that each is shown in its place: one cycle in a drawn order, so that none is shown itself."""
     order, other = np.random.default_rng(0).permutation(envs), np.zeros(envs, np.int64)
     other[order] = np.roll(order, 1)
     return other
 
 
 def columns_of(names: Sequence[str], group: str) -> list[int]:
-    """The columns of a group among the names of `input_names`."""
+    """Return the columns of a group among the names of `input_names`."""
     pattern = "|".join(GROUPS.values()) if group == EVERYTHING else GROUPS[group]
     return [i for i, name in enumerate(names) if re.fullmatch(pattern, name.removesuffix("?").removesuffix(RELATIVE))]
 
 
 @lru_cache
 def task_of(name: str) -> AnyTask:
-    """A task of the catalogue, or `repair` with one kind alone, `repair-only-KIND`, or without it, `repair-without-KIND`."""
+    """Return a task of the catalogue, or `repair` with one kind alone, `repair-only-KIND`, or without, `repair-without-KIND`."""
     for kind, belongs in KINDS.items():
         if name == f"repair-only-{kind}":
             return restricted(get_task("repair"), name, belongs)
@@ -290,7 +290,7 @@ def task_of(name: str) -> AnyTask:
 
 
 def restricted(mixture: AnyTask, name: str, belongs: Callable[[Facts], bool]) -> Mixture:
-    """The mixture of some of its instances: the i-th key of a part stands for the i-th instance there that belongs."""
+    """Return the mixture of some of its instances: the i-th key of a part stands for the i-th instance there that belongs."""
     assert isinstance(mixture, Mixture)
     ranges = {part: range(keys.start, keys.start + RESTRICTED) for part, keys in mixture.ranges.items()}
     rest = {part: (key for key in keys if belongs(describe(key))) for part, keys in mixture.ranges.items()}
@@ -317,7 +317,7 @@ def restricted(mixture: AnyTask, name: str, belongs: Callable[[Facts], bool]) ->
 
 
 def trainings_of(part: str, size: Size) -> list[Training]:
-    """What a part has trained."""
+    """List what a part has trained."""
     quick = Training("quick-s0", "repair", "quick", 0)
     match part:
         case "train":
@@ -330,7 +330,7 @@ def trainings_of(part: str, size: Size) -> list[Training]:
 
 
 def finished(folder: Path) -> bool:
-    """Whether a training was brought to its end."""
+    """Return whether a training was brought to its end."""
     path = folder / SUMMARY
     return path.is_file() and read(path)["status"] == "finished"
 
@@ -361,7 +361,7 @@ def search(path: Path, searched: int, layer: Mapping[str, Any]) -> str:
 
 
 def contender_of(player: Player) -> Contender:
-    """A player as an evaluation wants it; the same in every process, wherever its folder lies."""
+    """Return a player as an evaluation wants it; the same in every process, wherever its folder lies."""
     ours = {"controller": player.name}
     if player.source.endswith(".json"):
         found = load_record(Path(player.source))
@@ -397,7 +397,7 @@ def grow(
 
 
 def exam_of(study: Study, part: str) -> Exam:
-    """What the parts that grow compare. InputError where a controller that they need is not trained."""
+    """Return what the parts that grow compare. InputError where a controller that they need is not trained."""
     never, random, heuristic = (Player(name, name) for name in RULES)
     best, size = Player(BEST, str(study.out / "search.json")), study.size
     match part:
@@ -426,10 +426,10 @@ def exam_of(study: Study, part: str) -> Exam:
 
 
 def estimates(evaluation: Evaluation, rivals: Sequence[str], pools: Mapping[str, Sequence[str]]) -> list[Record]:
-    """Every contender, and every pool as one contender of more runs, with intervals, and paired against the rivals."""
+    """Estimate every contender, and every pool as one contender of more runs, with intervals, and paired against the rivals."""
 
     def scores(names: Sequence[str], figure: str) -> list[Floats]:
-        """(P, R names): the runs of one contender beside those of the next."""
+        """Return scores (P, R names): the runs of one contender beside those of the next."""
         values = getattr(evaluation.figures, figure)[[evaluation.contenders.index(name) for name in names]]
         return [evaluation.problems(np.concatenate(list(values), 1))]
 
@@ -450,7 +450,7 @@ def estimates(evaluation: Evaluation, rivals: Sequence[str], pools: Mapping[str,
 
 
 def plain(value: Any) -> Any:
-    """Records as JSON has them: an interval is a list, and null is in place of what is not finite."""
+    """Convert records to what JSON has: an interval is a list, and null is in place of what is not finite."""
     match value:
         case dict():
             return {name: plain(part) for name, part in value.items()}
@@ -462,31 +462,31 @@ def plain(value: Any) -> Any:
 
 
 def read(path: Path) -> Record:
-    """A JSON file."""
+    """Read a JSON file."""
     known: Record = json.loads(path.read_text(encoding="utf-8"))
     return known
 
 
 def say(text: str) -> None:
-    """A line of progress."""
+    """Print a line of progress."""
     print(text, file=sys.stderr, flush=True)
 
 
 def told(estimate: Sequence[float | None], form: str) -> str:
-    """An estimate with its interval; what was not measured is not told."""
+    """Format an estimate with its interval; what was not measured is shown as "?"."""
     value, low, high = ("?" if number is None else format(number, form) for number in estimate)
     return f"{value} [{low}, {high}]"
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> list[str]:
-    """A table in Markdown; rows by column, absent cells are empty."""
+    """Return the lines of a table in Markdown; rows by column, absent cells are empty."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     lines = [names, ["---"] * len(names), *([row.get(name, "") for name in names] for row in rows)]
     return ["", *("| " + " | ".join(map(str, line)) + " |" for line in lines), ""]
 
 
 def figures(row: Record) -> Record:
-    """What a contender came to, as a row of a table."""
+    """Return what a contender came to, as a row of a table."""
     return {
         "controller": row["name"],
         "J": told(row["objective"], ".3f"),
@@ -499,7 +499,7 @@ def figures(row: Record) -> Record:
 
 
 def comparisons(row: Record) -> Record:
-    """Paired differences, as a row of a table."""
+    """Return paired differences, as a row of a table."""
     cells = {"controller": row["name"]}
     for rival, pair in row["against"].items():
         cells[f"J less that of {rival}"] = told(pair["objective"], "+.3f")
@@ -509,7 +509,7 @@ def comparisons(row: Record) -> Record:
 
 
 def shares(rows: Sequence[Record], oracle: float, best_there: float) -> list[str]:
-    """How much of the headroom every contender captures."""
+    """Return lines on how much of the headroom every contender captures."""
     of = {row["name"]: row for row in rows}
     best = of[BEST]["objective"][0]
     cells = [
@@ -536,7 +536,7 @@ def shares(rows: Sequence[Record], oracle: float, best_there: float) -> list[str
 
 
 def training_lines(out: Path, names: Sequence[str]) -> list[str]:
-    """Facts and learning curves of finished trainings."""
+    """Return lines with facts and learning curves of finished trainings."""
     facts, points = [], {}
     for name in names:
         summary = read(out / name / SUMMARY)
@@ -570,7 +570,7 @@ def training_lines(out: Path, names: Sequence[str]) -> list[str]:
 
 
 def page(study: Study, machine: str, oracle: float, best_there: float) -> tuple[str, Record]:
-    """The page, and everything that it is made of."""
+    """Return the page, and everything that it is made of."""
     out, command = study.out, "python bench/scripts/study_controller.py" + (" --quick" if study.size is QUICK else "")
     results = {part: load_record(out / f"{part}.json") for part in TITLES if (out / f"{part}.json").is_file()}
     names = dict.fromkeys(training.name for part in PARTS for training in trainings_of(part, study.size))

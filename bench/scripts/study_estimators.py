@@ -1,4 +1,4 @@
-"""One run of a growing estimator beside a search over sizes, on tables and images.
+"""Compare one run of a growing estimator with a search over sizes, on tables and images.
 
     python bench/scripts/study_estimators.py                    # 8 seeds of 8 settings, about an hour on one core
     python bench/scripts/study_estimators.py --seeds 2 digits moons
@@ -46,7 +46,7 @@ Data = tuple[NDArray[Any], NDArray[Any]]
 
 
 def fashion() -> Data:
-    """The 70,000 images as rows of pixels."""
+    """Return the 70,000 images as rows of pixels, and their labels."""
     parts = fashion_mnist()
     return np.concatenate([x.reshape(len(x), -1) for x, _ in parts]), np.concatenate([y for _, y in parts])
 
@@ -66,7 +66,7 @@ SETTINGS: Mapping[str, Callable[[], Data]] = {
 
 
 class Fit(NamedTuple):
-    """What a row of one seed reached."""
+    """Holds what a row of one seed reached."""
 
     score: float
     seconds: float

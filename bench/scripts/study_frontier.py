@@ -1,4 +1,4 @@
-"""What size is worth: static networks of five sizes on the tasks `letter` and `fashion-mnist`, for equal steps.
+"""Measure what size is worth: static networks of five sizes on the tasks `letter` and `fashion-mnist`, for equal steps.
 
     python bench/scripts/study_frontier.py             # 5 seeds of both sets, twelve minutes of a core
     python bench/scripts/study_frontier.py letter
@@ -36,7 +36,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Setting(NamedTuple):
-    """A task; networks of a width; the widths, from the smallest on; and the steps of every training."""
+    """Describes a task; networks of a width; the widths, from the smallest on; and the steps of every training."""
 
     task: Callable[[], Task]
     build: Callable[[int], nn.Module]
@@ -51,7 +51,7 @@ SETTINGS: Mapping[str, Setting] = {
 
 
 class Trained(NamedTuple):
-    """What a training reached: the loss on the validation split, the accuracy on the test split, seconds, and parameters."""
+    """Holds what a training reached: loss on the validation split, accuracy on the test split, seconds, and parameters."""
 
     loss: float
     accuracy: float
@@ -91,7 +91,7 @@ def trained(data: Mapping[str, Pair], setting: Setting, width: int, rate: float,
 
 
 def frontier(name: str, seeds: Sequence[int], quick: bool) -> str:
-    """The lines of a set in the table. InputError if its files are not there."""
+    """Train the networks of a set, and return its lines of the table. InputError if its files are not there."""
     setting = SETTINGS[name]
     data, steps = splits(setting.task()), 20 if quick else setting.steps
     lines: list[str] = []

@@ -68,13 +68,13 @@ EVERY_THREE = [Placed(SMALL, three[0], three[1:]) for three in itertools.combina
 
 
 class ByOrder(Regrow):
-    """The rule `regrow` in an order by sensors: blocks of dead units first, then those behind which the participation falls."""
+    """Plays the rule `regrow` in an order by sensors: blocks of dead units, then those behind which the participation falls."""
 
     sensors_every = ONCE
     sensor_families = ("participation", "dead")
 
     def order(self, view: View) -> Floats:
-        """The order of `regrow` between slots that do not stand out."""
+        """Return the score of every slot; the order of `regrow` decides between slots that do not stand out."""
         slots = view.seeds.stage.shape[1]
         dead = np.nan_to_num(sensor(view, "dead"))
         ratio = sensor(view, "participation") / np.maximum(sensor(view, "participation_before"), 1e-9)
@@ -90,7 +90,7 @@ class Once(Placement):
         self.rule, self.sensors_every, self.sensor_families = rule, rule.sensors_every, rule.sensor_families
 
     def pick(self, view: View) -> Picks:
-        """The first slots of the order that the cap holds."""
+        """Pick the first slots of the order that the cap holds."""
         space, cap = view.space, UNKNOWN_HOSTS.settings["governor"]["param_limit"]
         first = (-self.rule.order(view)).argsort(1)
         held = (cap * view.host_params // space.cost[:, -1, 0]).astype(int)  # bypasses of rank 1 behind a block
@@ -99,7 +99,7 @@ class Once(Placement):
 
 
 def later(instances: int) -> list[str]:
-    """What later information brings on training instances: a rule that moves its budget over the same order planted once."""
+    """Compare, on training instances, a rule that moves its budget over an order of slots with one that plants it once."""
     task = heal(UNKNOWN_HOSTS)
     keys = np.array(task.keys("training")[:instances])
     lines = [
@@ -114,7 +114,7 @@ def later(instances: int) -> list[str]:
 
 
 def grown(task: AnyTask, contender: Contender, keys: NDArray[np.int64], seed: int = 0) -> Floats:
-    """J (instances,) of a contender on the test split."""
+    """Return J (instances,) of a contender on the test split."""
     parts = []
     for chunk in np.split(keys, range(ROWS, len(keys), ROWS)):
         config = contender_config(task.sealed(), contender, [], seed, "training", 0, len(chunk))
@@ -124,7 +124,7 @@ def grown(task: AnyTask, contender: Contender, keys: NDArray[np.int64], seed: in
 
 
 class Played(NamedTuple):
-    """J of every controller on the fresh instances, by name, each (instances,): of an arm, the mean over its trainings."""
+    """Holds J of every controller on the fresh instances, by name, each (instances,): of an arm, the mean over its trainings."""
 
     worth: dict[str, Floats]
     trainings: dict[str, Floats]  # by arm, (trainings, instances)
@@ -159,7 +159,7 @@ def played(out: Path, folders: dict[str, list[Path]], first: int, instances: int
 
 
 def ceiling(out: Path, first: int, instances: int, placements: int) -> Floats:
-    """J (instances,) of the best of some placements of three small seeds in the first step, chosen by the other of two starts."""
+    """Return J (instances,) of the best of some placements of three small seeds in the first step, chosen by the other start."""
     task, scores = heal(UNKNOWN_HOSTS), []
     keys = np.array(task.keys("heldout")[first : first + instances])
     for seed, (at, placed) in itertools.product(range(2), enumerate(EVERY_THREE[:placements])):
@@ -177,12 +177,12 @@ def ceiling(out: Path, first: int, instances: int, placements: int) -> Floats:
 
 
 def planting(placed: Placed, config: Config) -> Fixed:
-    """The controller of a placement. It does not depend on the config."""
+    """Return the controller of a placement. It does not depend on the config."""
     return Fixed([placed])
 
 
 def table(found: Played, best_placed: Floats | None, cost: dict[str, int]) -> list[str]:
-    """J on the fresh instances, what the learned policies have above each, paired by instance, and each training alone."""
+    """Tabulate J on the fresh instances, what learned policies have above each, paired by instance, and each training alone."""
     rows, arms, many = dict(found.worth), list(found.trainings), len(found.kinds)
     if best_placed is not None:
         rows[CEILING] = best_placed
@@ -217,7 +217,7 @@ def table(found: Played, best_placed: Floats | None, cost: dict[str, int]) -> li
 
 
 def points(difference: Floats) -> MeanInterval:
-    """The mean of differences of J (n,), with its 95 % interval, in points."""
+    """Return the mean of differences of J (n,), with its 95 % interval, in points."""
     return t_interval((100 * difference).tolist())
 
 

@@ -114,7 +114,7 @@ NAMES = {LEARNED: "**learned**: PPO alone", TAUGHT: "**taught**: PPO after imita
 
 
 class Played(NamedTuple):
-    """J of a controller on some instances, each (I,)."""
+    """Holds J of a controller on some instances, each (I,)."""
 
     probe: Floats
     test: Floats
@@ -155,7 +155,7 @@ def kept(
 
 
 def every_plan(out: Path, keys: NDArray[np.int64], start: int = 0) -> Played:
-    """J of every plan, each (P, I)."""
+    """Return J of every plan, each (P, I)."""
     found = [kept(out / f"{at}.npz", partial(as_it_is, plan), keys, start=start) for at, plan in enumerate(PLANS)]
     return Played(np.stack([each.probe for each in found]), np.stack([each.test for each in found]))
 
@@ -179,12 +179,12 @@ class Trees(Planting):
         self._plan = self.trees.predict(seen.reshape(-1, seen.shape[-1])).reshape(seen.shape[:2]).argmax(1)
 
     def wish(self, view: View) -> NDArray[np.int64]:
-        """What the plan of each network plants now."""
+        """Return what the plan of each network plants now."""
         return np.stack([PLANS[plan].wish(view)[env] for env, plan in enumerate(self._plan.tolist())])
 
 
 def features(view: View) -> Floats:
-    """(E, P, F): what is known before the first step, of the network and of each plan."""
+    """Return features (E, P, F): what is known before the first step, of the network and of each plan."""
     part = sensor(view, "participation")
     left = part / np.maximum(sensor(view, "participation_before"), 1e-9)
     seen = np.nan_to_num(np.stack([left, part, sensor(view, "participation_inner"), sensor(view, "dead")]))
@@ -262,7 +262,7 @@ def train(folder: Path, seed: int, rounds: int, teacher: Controller | None) -> l
 
 
 def table(worth: Mapping[str, Floats], trainings: Mapping[str, Floats], episodes: Mapping[str, int]) -> list[str]:
-    """J on the fresh instances, and what the learned policies and the oracle have above each, paired by instance."""
+    """Tabulate J on the fresh instances, and what the learned policies and the oracle have above each, paired by instance."""
     arms = [*trainings, *([ORACLE] if ORACLE in worth else [])]
     lines = [
         f"| controller | episodes to learn or to search | J on {len(worth[FIXED])} fresh instances | "
@@ -289,7 +289,7 @@ def table(worth: Mapping[str, Floats], trainings: Mapping[str, Floats], episodes
 
 
 def groups(worth: Mapping[str, Floats], keys: NDArray[np.int64]) -> list[str]:
-    """J by the number of narrow blocks and by the family of problems."""
+    """Tabulate J by the number of narrow blocks and by the family of problems."""
     facts, lines = [describe(key) for key in keys.tolist()], list[str]()
     for what, of in (
         ("narrow blocks", [str(len(each.narrow)) for each in facts]),

@@ -1,4 +1,4 @@
-"""Where growth pays on the `repair` mixture, and whether the sensors say so: the study, through the engine.
+"""Find where growth pays on the `repair` mixture, and whether the sensors say so.
 
 Every arm grows the same held-out instances with the same keys, at most two seeds on four slots, rent 0.1. What is scored is
 J on the test split of the network that would be exported. Finished arms are kept in --out and not run again.
@@ -47,7 +47,7 @@ INSTANT = {"gates": {"permissive": True, "min_training_steps": 0, "min_holding_s
 
 
 class Arm(NamedTuple):
-    """One way to grow, and what it needs of the config."""
+    """Describes one way to grow, and what it needs of the config."""
 
     name: str
     plan: tuple[tuple[int, str], ...] | None  # the seeds of a fixed schedule: (slot, blueprint)
@@ -62,12 +62,12 @@ class Together(Rule):
         self.plan, self.at, self.tempo = plan, at, tempo
 
     def extra(self, view: View, op: Op) -> Iterator[Actions]:
-        """The decisions of one step but its last, for `VectorizedEngine.carry_out`; each is valid or refused."""
+        """Yield the decisions of one step but its last, for `VectorizedEngine.carry_out`; each is valid or refused."""
         for slot, blueprint in self.plan:
             yield self._decision(view, op, slot, blueprint)
 
     def act(self, view: View) -> Actions:
-        """Nothing more: everything is in `extra`."""
+        """Return no further decision: everything is in `extra`."""
         return Actions.wait(len(view.host_params))
 
     def _decision(self, view: View, op: Op, slot: int, blueprint: str) -> Actions:
@@ -86,7 +86,7 @@ class Threshold(Rule):
         self.threshold, self.slots = threshold, slots
 
     def act(self, view: View) -> Actions:
-        """FOSSILIZE, ADVANCE or GERMINATE, in that order of precedence."""
+        """Choose FOSSILIZE, ADVANCE or GERMINATE, in that order of precedence."""
         may, rank = view.masks.slot, view.measurements.participation
         envs = np.arange(len(rank))
         if view.step == START:
@@ -110,7 +110,7 @@ class Threshold(Rule):
 
 
 def schedules() -> list[Arm]:
-    """Every fixed schedule of at most two seeds that the study compares."""
+    """List every fixed schedule of at most two seeds that the study compares."""
     singles = [((slot, b),) for b in ("bypass-linear", "bypass-mlp", "mlp-small") for slot in range(SLOTS)]
     pairs = [
         ((i, b), (j, b)) for b in ("bypass-linear", "bypass-mlp") for i, j in itertools.combinations(range(SLOTS), 2)
@@ -124,7 +124,7 @@ def _name(plan: Sequence[tuple[int, str]]) -> str:
 
 
 def config_of(arm: Arm, instances: int, seed: int, part: str, first: int, sensors: int) -> Config:
-    """The run of an arm on some instances."""
+    """Return the config of an arm on some instances."""
     task = get_task("repair")
     return build_config(
         task.defaults,
@@ -136,7 +136,7 @@ def config_of(arm: Arm, instances: int, seed: int, part: str, first: int, sensor
 
 
 def client_of(arm: Arm, config: Config) -> Controller:
-    """The controller of an arm."""
+    """Return the controller of an arm."""
     if arm.way == "never":
         return Never()
     if arm.way == "random-valid":
@@ -161,7 +161,7 @@ def client_of(arm: Arm, config: Config) -> Controller:
 
 
 def grow(arm: Arm, instances: int, seed: int, part: str, first: int, sensors: int) -> dict[str, Floats]:
-    """One episode of an arm; figures over instances."""
+    """Play one episode of an arm, and return figures by instance."""
     task = get_task("repair")
     config = config_of(arm, instances, seed, part, first, sensors)
     client = client_of(arm, config)
@@ -210,7 +210,7 @@ def run_arm(job: tuple[Arm, int, int, str, int, int, Path]) -> str:
 
 
 class Results:
-    """Figures of arms, (instances, seeds), from the folder they are kept in."""
+    """Holds figures of arms, (instances, seeds), from the folder they are kept in."""
 
     def __init__(self, out: Path, instances: int, seeds: int, part: str, first: int, jobs: int) -> None:
         self.out, self.instances, self.seeds, self.part, self.first, self.jobs = (
@@ -224,7 +224,7 @@ class Results:
         out.mkdir(parents=True, exist_ok=True)
 
     def path(self, arm: Arm, seed: int) -> Path:
-        """Where an arm's figures of one seed are."""
+        """Return where an arm's figures of one seed are."""
         tag = hashlib.sha256(repr(sorted(arm.settings.items())).encode()).hexdigest()[:8]
         safe = f"{arm.way}-{arm.name}-{tag}".replace(" + ", "+").replace("/", "-").replace("<", "lt")
         return self.out / f"{self.part}{self.first}-{self.instances}-{safe}-s{seed}.npz"
@@ -251,19 +251,19 @@ class Results:
                 print(f"{done}/{len(jobs)} {name}, {time.perf_counter() - begin:.0f} s", flush=True)
 
     def get(self, arm: Arm, figure: str = "J") -> Floats:
-        """(instances, seeds, ...)."""
+        """Return a figure of an arm, (instances, seeds, ...)."""
         return np.stack([load_figures(self.path(arm, seed))[figure] for seed in range(self.seeds)], 1)
 
 
 def interval(values: Floats) -> str:
-    """Mean over instances with its 95 % bootstrap interval; values (instances,)."""
+    """Format the mean over instances with its 95 % bootstrap interval; values (instances,)."""
     draws = np.random.default_rng(0).integers(len(values), size=(4000, len(values)))
     low, high = np.quantile(values[draws].mean(1), [0.025, 0.975])
     return f"{values.mean():+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
 def oracle(scores: Floats) -> Floats:
-    """(schedules, instances, seeds) -> (instances,): the best schedule on all seeds but one, scored on that one."""
+    """Return J (instances,) of the best schedule on all seeds but one, scored on that one, from (schedules, instances, seeds)."""
     seeds = scores.shape[2]
     picked = []
     for held in range(seeds):
@@ -274,7 +274,7 @@ def oracle(scores: Floats) -> Floats:
 
 
 def tree_policy(scores: Floats, features: Floats, folds: int = 6) -> Floats:
-    """(instances,) J of the schedule that a tree model on the sensors picks for instances it has not seen.
+    """Return J (instances,) of the schedule that a tree model on the sensors picks for instances it has not seen.
 
     scores (schedules, instances, seeds), features (instances, seeds, f).
     """
@@ -292,7 +292,7 @@ def tree_policy(scores: Floats, features: Floats, folds: int = 6) -> Floats:
 
 
 def features_of(results: Results, never: Arm) -> dict[str, Floats]:
-    """Groups of what a controller sees at START, each (instances, seeds, f)."""
+    """Return groups of what a controller sees at START, each (instances, seeds, f)."""
     sensors = results.get(never, "sensors")  # (N, seeds, S, F)
     relative = sensors - sensors.mean(2, keepdims=True)
     plain = np.stack([results.get(never, name) for name in ("metric", "loss", "train_loss")], 2)
@@ -308,7 +308,7 @@ def features_of(results: Results, never: Arm) -> dict[str, Floats]:
 
 
 def tune_heuristic(results: Results) -> dict[str, Any]:
-    """The settings of the heuristic and its gates that do best on training instances."""
+    """Return the settings of the heuristic and its gates that do best on training instances."""
     strict: dict[str, Any] = {"gain_z": 1.0, "contribution_z": 1.0, "min_contribution": 0.0}
     lenient = {"gain_z": -1.0, "contribution_z": 0.0, "min_contribution": -0.02}
     open_ = {"gain_z": -10.0, "contribution_z": 0.0, "min_contribution": -1.0, "min_holding_steps": 1}
@@ -327,14 +327,14 @@ def tune_heuristic(results: Results) -> dict[str, Any]:
 
 
 def incubation_arms() -> list[Arm]:
-    """One seed, incubated under either objective."""
+    """List arms of one seed, incubated under either objective."""
     plans = [((3, "bypass-mlp"),), ((0, "bypass-linear"),), ((1, "mlp-small"),)]
     settings = {objective: PERMISSIVE | {"lifecycle": {"incubation": objective}} for objective in ("shadow", "ste")}
     return [Arm(f"{_name(plan)}, {name}", plan, "together", settings[name]) for plan in plans for name in settings]
 
 
 def incubation_table(held: Results, never: Arm) -> list[str]:
-    """What incubation is worth: the network at alpha 1 right after it, and what its gain says of the seed's future."""
+    """Tabulate what incubation is worth: the network at alpha 1 right after it, and what its gain says of the seed's future."""
     arms = incubation_arms()
     held.grow(arms)
     lines = ["", "## Incubation: shadow against straight-through", ""]
@@ -357,20 +357,20 @@ def incubation_table(held: Results, never: Arm) -> list[str]:
 
 
 def rank_rules() -> list[Arm]:
-    """The threshold rule: linear bypasses at the two slots of least rank."""
+    """List arms of the threshold rule: linear bypasses at the two slots of least rank."""
     return [
         Arm(f"two least-rank slots where accuracy < {t}", None, f"rank<{t}", PERMISSIVE) for t in (0.8, 0.9, 0.97, 1.1)
     ]
 
 
 def best_of(results: Results, arms: Sequence[Arm], count: int = 1) -> list[Arm]:
-    """The arms of the highest mean J, best first."""
+    """Return the arms of the highest mean J, best first."""
     results.grow(arms)
     return sorted(arms, key=lambda arm: -results.get(arm).mean())[:count]
 
 
 def controllers_page(training: Results, held: Results) -> list[str]:
-    """Every controller at what did best on training instances, scored on held-out ones; differences are paired."""
+    """Compare every controller, at what did best on training instances, on held-out ones; differences are paired."""
     tuned = Arm("heuristic, tuned", None, "heuristic", tune_heuristic(training))
     fixed = best_of(training, schedules(), 8)
     (rule,) = best_of(training, rank_rules())

@@ -1,4 +1,4 @@
-"""What placing seeds by sensors is worth: rules, trees, fixed plans, static networks and an oracle, with intervals.
+"""Measure what placing seeds by sensors is worth: rules, trees, fixed plans, static networks and an oracle, with intervals.
 
     python bench/scripts/study_heal.py FOLDER
     python bench/scripts/study_heal.py FOLDER --part other --residual 0   # kinds of damage that nothing was chosen on
@@ -70,7 +70,7 @@ Scores = Mapping[str, Figures]
 
 
 class Study(NamedTuple):
-    """What is shown of a task.
+    """Describes what is shown of a task.
 
     Attributes:
         part (str): the part of the held-out cases, whose folder has its name
@@ -173,12 +173,12 @@ STUDIES: Mapping[str, Study] = {
 
 
 def place(root: Path, setting: str) -> Path:
-    """The folder of a setting. Features are kept in that of ONE_SITE, for every setting with its cases."""
+    """Return the folder of a setting. Features are kept in that of ONE_SITE, for every setting with its cases."""
     return root / setting.replace(" ", "-")
 
 
 def picks(rule: Placement, seen: Sequence[View]) -> list[Placed]:
-    """The plan of each case."""
+    """Return the plan that a rule picks for each case."""
     found = []
     for view in seen:
         own = rule.pick(view)
@@ -191,19 +191,19 @@ def picks(rule: Placement, seen: Sequence[View]) -> list[Placed]:
 
 
 def taken(plans: Scores, names: Sequence[str], which: NDArray[np.int64]) -> Figures:
-    """The figures of the plan that is the index (n, seeds) or (n, 1) in `names`."""
+    """Return the figures of the plan that is the index (n, seeds) or (n, 1) in `names`."""
     columns = (np.stack([getattr(plans[name], field) for name in names]) for field in Figures._fields)
     return Figures(*(np.take_along_axis(column, which[None], 0)[0] for column in columns))
 
 
 def chosen(placed: Sequence[Placed], plans: Scores) -> Figures:
-    """The figures of the plan that was picked for each case."""
+    """Return the figures of the plan that was picked for each case."""
     names = list(plans)
     return taken(plans, names, np.array([[names.index(each.name)] for each in placed]))
 
 
 def oracle(plans: Scores, names: Sequence[str] | None = None) -> Figures:
-    """The best plan for each case by the J of one seed, with the figures of the other."""
+    """Choose the best plan for each case by the J of one seed, and return the figures of the other."""
     names = list(names or plans)
     return taken(plans, names, best_by_others(np.stack([plans[name].objective for name in names])))
 
@@ -211,14 +211,14 @@ def oracle(plans: Scores, names: Sequence[str] | None = None) -> Figures:
 def fit(
     row: str, names: Sequence[str], training: Collected, x: Floats, held: Collected, seen: Sequence[View]
 ) -> Figures:
-    """The figures of the plans that trees pick which were fitted on the training cases."""
+    """Return the figures of the plans that trees pick which were fitted on the training cases."""
     if row == LEFT_OUT:
         return chosen(left_out(training, x, held, seen), held.plans)
     return chosen(best_grown(Trees(fitted(training, x, names)), seen, held.plans), held.plans)
 
 
 def joint(gain: Floats, host: NDArray[np.int64], draws: int = DRAWS) -> tuple[float, float]:
-    """Bounds of the mean of differences (trainings, n), by a bootstrap over trainings and hosts together.
+    """Return bounds of the mean of differences (trainings, n), by a bootstrap over trainings and hosts together.
 
     `runs.statistics.interval` draws cases. Here a host is drawn with all of its cases, which are not independent.
     """
@@ -234,7 +234,7 @@ def joint(gain: Floats, host: NDArray[np.int64], draws: int = DRAWS) -> tuple[fl
 
 
 def nested(gain: Floats, host: NDArray[np.int64], draws: int = 2 * DRAWS) -> tuple[float, float]:
-    """Bounds of the mean of differences (n,), by a bootstrap that draws hosts, and cases of each host that was drawn."""
+    """Return bounds of the mean of differences (n,), by a bootstrap that draws hosts, and cases of each host that was drawn."""
     random, own = np.random.default_rng(0), [gain[host == each] for each in np.unique(host)]
     means = []
     for _ in range(draws):
@@ -245,20 +245,20 @@ def nested(gain: Floats, host: NDArray[np.int64], draws: int = 2 * DRAWS) -> tup
 
 
 def signed(value: float, low: float, high: float, unit: float = 100) -> str:
-    """A difference in J with its bounds, in points or in another unit."""
+    """Format a difference in J with its bounds, in points or in another unit."""
     digits = 1 if unit == 100 else 3
     return f"{unit * value:+.{digits}f} [{unit * low:+.{digits}f}, {unit * high:+.{digits}f}]"
 
 
 def difference(ours: Floats, theirs: Floats, host: NDArray[np.int64] | None = None, unit: float = 100) -> str:
-    """The mean of paired differences (n, seeds), with bounds over cases, or over hosts where they are given."""
+    """Format the mean of paired differences (n, seeds), with bounds over cases, or over hosts where they are given."""
     if host is None:
         return signed(*interval(mean_difference, [ours], [theirs]), unit)
     return signed((ours - theirs).mean(), *joint((ours - theirs).mean(1)[None], host, 2 * DRAWS), unit)
 
 
 def print_table(of: Study, scores: Scores, held: Collected) -> None:
-    """J, the metric, and paired differences; J over time is on the probe split, mean over the steps."""
+    """Print J, the metric, and paired differences; J over time is on the probe split, mean over the steps."""
     base, room = scores[BEST], (scores[ORACLE].objective - scores[BEST].objective).mean()
     host, points = held.host if of.by_host else None, ", points" if of.unit == 100 else ""
     heads = ["accuracy"] if points else ["bits per byte", "parameters"]
@@ -282,7 +282,7 @@ def print_table(of: Study, scores: Scores, held: Collected) -> None:
 
 
 def after(count: int, scores: Scores, held: Collected) -> tuple[Scores, Collected]:
-    """The figures of the cases after the first ones."""
+    """Return the figures of the cases after the first ones."""
     added = {name: Figures(*(field[count:] for field in own)) for name, own in scores.items()}
     return added, held._replace(facts=held.facts[count:])
 
@@ -306,8 +306,8 @@ def print_opponents(others: Scores, ours: Scores, host: NDArray[np.int64] | None
 
 
 def repaired_frozen(folder: Path, source: Source, keys: Sequence[int], setting: str = ONE_SITE) -> dict[str, Figures]:
-    """The figures of frozen networks that are repaired without seeds, under the cap and the rent of a setting. Those of one start
-    stand for those of SEEDS.
+    """Return the figures of frozen networks that are repaired without seeds, under the cap and the rent of a setting. Those of
+    one start stand for those of SEEDS.
     """
     limits = {**source.task().defaults, **SETTINGS[setting].settings}
     found = frozen(folder, source, keys, limits["governor"]["param_limit"], limits["reward"]["rent"])
@@ -331,8 +331,8 @@ def print_hosts(of: Study, scores: Scores, held: Collected) -> None:
 
 
 def static(folder: Path, source: Source, keys: Sequence[int], setting: str = ONE_SITE) -> dict[str, Figures]:
-    """Full fine-tuning and training from scratch, without rent, at the learning rates of their tasks and for as many steps as
-    the seeds of a setting have.
+    """Return the figures of full fine-tuning and training from scratch, without rent, at the learning rates of their tasks and
+    for as many steps as the seeds of a setting have.
     """
     found, steps = {}, {name: value for name, value in SETTINGS[setting].settings.items() if name == "steps"}
     for name, build in source.static.items():
@@ -369,7 +369,7 @@ def print_trainings(training: Collected, x: Floats, held: Collected, seen: Seque
 def contenders(
     of: Study, root: Path, setting: str, training: Collected, held: Collected, seen: Sequence[View]
 ) -> dict[str, Figures]:
-    """The figures of everything but static networks."""
+    """Return the figures of everything but static networks."""
     plans, source = held.plans, held.source
     scores = {"never": plans[NONE.name], BEST: plans[training.best()]}
     names = {placed.plan.name: placed.name for placed in source.plans}

@@ -1,4 +1,4 @@
-"""The default controller: its settings on training instances of `repair`, J on held-out ones, what sensors cost, and rent.
+"""Measure the default controller: settings on training instances, J on held-out ones, the cost of sensors, and rent.
 
 python bench/scripts/study_heuristic.py training [--instances N] [--seeds N] [--quick]
 python bench/scripts/study_heuristic.py heldout [--first N] [--instances N] [--seeds N] [--out FILE]
@@ -60,7 +60,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def variant(name: str) -> Contender:
-    """The heuristic with some settings in place of those of the config."""
+    """Return the heuristic with some settings in place of those of the config."""
 
     def make(config: Config) -> Heuristic:
         return Heuristic(HeuristicConfig(**{**dict(config.heuristic), **VARIANTS[name]}), config.gates)
@@ -95,14 +95,14 @@ def heldout(first: int, instances: int, seeds: int, out: Path) -> None:
 
 
 def interval(values: Floats, form: str = ".3f") -> str:
-    """Mean over instances with its 95 % bootstrap interval; values (instances,)."""
+    """Format the mean over instances with its 95 % bootstrap interval; values (instances,)."""
     draws = np.random.default_rng(0).integers(len(values), size=(10_000, len(values)))
     low, high = np.quantile(values[draws].mean(1), [0.025, 0.975])
     return f"{values.mean():{form}} [{low:{form}}, {high:{form}}]"
 
 
 def compare(pairs: list[Path]) -> list[str]:
-    """A table of files in pairs, this revision's first: J, metric and seeds kept, and the paired difference of J."""
+    """Tabulate files in pairs, this revision's first: J, metric and seeds kept, and the paired difference of J."""
     lines = [
         "| figures | J of the other | J of this one | difference of J | metric | seeds kept |",
         "|---|" + "---|" * 5,
@@ -119,7 +119,7 @@ def compare(pairs: list[Path]) -> list[str]:
 
 
 def sensors(steps: int = 12, rounds: int = 3) -> list[str]:
-    """Seconds of an episode with the growth sensors at the cadence of the heuristic over one without them."""
+    """Measure seconds of an episode with the growth sensors at the cadence of the heuristic over one without them."""
     lines = [
         "| task | environments | without [s] | every step, ratio | every 4 steps, ratio |",
         "|---|---|---|---|---|",
@@ -145,7 +145,7 @@ def sensors(steps: int = 12, rounds: int = 3) -> list[str]:
 
 
 def rings(count: int) -> tuple[Tensor, Tensor]:
-    """Noisy circles around one centre, one a class."""
+    """Draw noisy circles around one centre, one for each class."""
     generator = torch.Generator().manual_seed(count)
     y = torch.arange(300) % count
     angle = 2 * torch.pi * torch.rand(300, generator=generator)
@@ -154,7 +154,7 @@ def rings(count: int) -> tuple[Tensor, Tensor]:
 
 
 def tiny_tasks() -> dict[str, Task]:
-    """Small data on hosts of fewer than 300 parameters."""
+    """Return tasks of small data on hosts of fewer than 300 parameters."""
     from sklearn.datasets import load_diabetes, load_iris, load_wine
 
     def task(name: str, x: Any, y: Any, host: Callable[[], esper.SegmentedHost], **more: Any) -> Task:
@@ -172,7 +172,7 @@ def tiny_tasks() -> dict[str, Task]:
 
 
 def rent(envs: int = 24) -> list[str]:
-    """What the choice between the host and the grown network costs when J makes it, by `reward.rent_size`.
+    """Measure what the choice between the host and the grown network costs when J makes it, by `reward.rent_size`.
 
     A seed is kept for any contribution above 0, so that the choice is J's alone; it is made on the validation split, for each
     environment, and scored on the test split.

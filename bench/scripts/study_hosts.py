@@ -1,4 +1,4 @@
-"""How wide the default hosts are, and what static networks of other widths do: `python bench/scripts/study_hosts.py`.
+"""Measure how wide the default hosts are, and what static networks of other widths do: `python bench/scripts/study_hosts.py`.
 
 Every network is trained as `esper grow` trains a host, without any growth: the task's own batches, steps, loss and AdamW. The
 width and the number of blocks were chosen on the validation split (`--all`). The table of docs/hosts.md is of the test split
@@ -27,7 +27,7 @@ IMAGES = ("digits-image",)
 
 
 def static(task: Task, factory: Factory, starts: int, part: Split) -> Tensor:
-    """Scores (starts,) on a split of networks that were trained without growth."""
+    """Train networks without growth, and return their scores (starts,) on a split."""
     config = build_config(task.defaults)
     updates = config.steps * config.data.batches_per_step
     host, values = train_static(task, factory, starts, config.data.batch_size, updates)
@@ -82,7 +82,7 @@ def _batches(examples: int, starts: int, batch: int, total: int) -> Iterator[Ten
 
 
 def opponents(task: Task) -> list[Factory]:
-    """The default host, the network without skips of as many parameters, and the host of the test bench on the same data."""
+    """List the default host, the network without skips of as many parameters, and the host of the test bench on the same data."""
     host = task.host
     parameters = count(host())
     if isinstance(host, ResidualCNN):
@@ -95,7 +95,7 @@ def opponents(task: Task) -> list[Factory]:
 
 
 def candidates(task: Task) -> list[Factory]:
-    """Residual networks of several sizes, and networks without skips."""
+    """List residual networks of several sizes, and networks without skips."""
     host = task.host
     if isinstance(host, ResidualCNN):
         wide = [ResidualCNN(host.inputs, (w, 2 * w), host.outputs) for w in (4, 8, 16, 24)]

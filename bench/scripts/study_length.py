@@ -1,4 +1,4 @@
-"""Length and early stopping on scikit-learn's diabetes data: R2 on the test split at one, two and four times the default length.
+"""Measure length and early stopping on scikit-learn's diabetes data: test R2 at one, two and four times the default length.
 
     python bench/scripts/study_length.py              # prints the table of bench/docs/length.md
     python bench/scripts/study_length.py --quick      # one division of the data, short runs
@@ -43,20 +43,20 @@ def main() -> None:
 
 
 def diabetes(seed: int) -> Task:
-    """The data, with the target standardized, dealt into splits by a seed."""
+    """Return the data, with the target standardized, dealt into splits by a seed."""
     x, y = load_diabetes(return_X_y=True)
     host = MLP(inputs=10, width=16, hidden=(16, 16), outputs=1)
     return esper.task("diabetes", x, (y - y.mean()) / y.std(), host=host, standardize="features", seed=seed)
 
 
 def grown(task: Task, steps: int, *, enabled: bool) -> dict[str, Any]:
-    """The summary of four environments under the default controller."""
+    """Return the summary of four environments under the default controller."""
     settings = {"envs": 4, "steps": steps, "early_stopping": {"enabled": enabled}, "baselines": ["twin"]}
     return esper.grow(task, settings, progress=False)
 
 
 def scikit_learn(task: Task, *, quick: bool) -> tuple[float, float]:
-    """R2 on the test split of MLPRegressor, trained to its end, and with early stopping on the validation share."""
+    """Return test R2 of MLPRegressor, trained to its end, and with early stopping on the validation share."""
     assert task.test is not None
     scaler, splits = StandardScaler().fit(task.train.x.numpy()), (task.train, task.validation, task.test)
     (x, y), (x_validation, y_validation), test = (
@@ -71,7 +71,7 @@ def scikit_learn(task: Task, *, quick: bool) -> tuple[float, float]:
 
 
 def estimate(values: Sequence[float]) -> str:
-    """Mean and standard error over divisions of the data."""
+    """Format the mean and standard error over divisions of the data."""
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
     return f"{statistics.mean(values):.3f} ± {error:.3f}"
 

@@ -1,4 +1,4 @@
-"""Where LoRA should go, and with which rank: ranks from the gradient beside one rank for all, at equal size.
+"""Find where LoRA should go, and with which rank: ranks from the gradient beside one rank for all, at equal size.
 
     python bench/scripts/study_lora_ranks.py                    # 5 seeds of 2 transformers
     python bench/scripts/study_lora_ranks.py digits --seeds 10
@@ -57,7 +57,7 @@ WARMUP, COOLDOWN = 25, 100
 
 
 class Block(nn.Module):
-    """Attention of four heads and a feed-forward, each behind a LayerNorm and added to the stream."""
+    """Computes attention of four heads and a feed-forward, each behind a LayerNorm and added to the stream."""
 
     def __init__(self, width: int, causal: bool) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, L, width) -> (B, L, width)."""
+        """Map (B, L, width) to (B, L, width)."""
         h = self.norms[0](x)
         parts = (layer(h).unflatten(2, (4, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value))
         heads = F.scaled_dot_product_attention(*parts, is_causal=self.causal)  # (B, 4, L, width / 4)
@@ -75,7 +75,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Blocks on embeddings with learned places; outputs at each place if causal, and otherwise of the mean."""
+    """Computes blocks on embeddings with learned places; outputs at each place if causal, and otherwise of the mean."""
 
     def __init__(self, embed: nn.Module, length: int, width: int, classes: int, blocks: int, causal: bool) -> None:
         super().__init__()
@@ -84,14 +84,14 @@ class Transformer(nn.Module):
         self.norm, self.head, self.causal = nn.LayerNorm(width), nn.Linear(width, classes), causal
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, L) bytes or (B, L, features) -> (B, L, classes) if causal, else (B, classes)."""
+        """Map (B, L) bytes or (B, L, features) to (B, L, classes) if causal, else to (B, classes)."""
         h = self.norm(self.blocks(self.embed(x) + self.places))
         outputs: Tensor = self.head(h if self.causal else h.mean(1))
         return outputs
 
 
 class Problem(NamedTuple):
-    """A network without weights of use, the data that it is pretrained on, and those that it is adapted to."""
+    """Holds a network, the data that it is pretrained on, and those that it is adapted to."""
 
     network: nn.Module
     steps: int
@@ -101,7 +101,7 @@ class Problem(NamedTuple):
 
 
 def byte_problem() -> Problem:
-    """Sources, then topics of help: 4,500 rows of 64 bytes for training, and a fourth of those behind row 5,500 for the test."""
+    """Load sources, then help topics: 4,500 rows of 64 bytes for training, and a fourth of those after row 5,500 for the test."""
     sources, helps = (
         torch.tensor(list("".join(texts).encode("ascii", "replace"))).unfold(0, 65, 64)
         for texts in (
@@ -114,7 +114,7 @@ def byte_problem() -> Problem:
 
 
 def digit_problem() -> Problem:
-    """600 upright digits, then 600 others that are turned, and the other 597, turned, for the test."""
+    """Load 600 upright digits, then 600 others that are turned, and the other 597, turned, for the test."""
     x, y = (torch.tensor(each) for each in load_digits(return_X_y=True))
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     x, y = x[order].float().unflatten(1, (8, 8)) / 16, y[order]
@@ -127,12 +127,12 @@ PROBLEMS = {"bytes": byte_problem, "digits": digit_problem}
 
 
 def loss_of(network: nn.Module, data: Pair) -> Tensor:
-    """() the cross-entropy of a batch [nats]."""
+    """Return the cross-entropy of a batch [nats], a scalar."""
     return F.cross_entropy(network(data[0]).flatten(0, -2), data[1].flatten())
 
 
 def learn(network: nn.Module, data: Pair, steps: int, rate: float, seed: int) -> None:
-    """AdamW on what requires a gradient; the rate falls linearly to 0 in the second half."""
+    """Train what requires a gradient by AdamW; the rate falls linearly to 0 in the second half."""
     optimizer = torch.optim.AdamW([each for each in network.parameters() if each.requires_grad], lr=rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, 2 * (1 - step / steps)))
     generator = torch.Generator().manual_seed(seed)
@@ -143,7 +143,7 @@ def learn(network: nn.Module, data: Pair, steps: int, rate: float, seed: int) ->
 
 
 def layers_of(network: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers of the blocks, by name."""
+    """Return the linear layers of the blocks, by name."""
     return {
         name: part
         for name, part in network.named_modules()
@@ -152,7 +152,7 @@ def layers_of(network: nn.Module) -> dict[str, nn.Linear]:
 
 
 def ranks_by_gradient(network: nn.Module, data: Pair, size: int, seed: int, *, relative: bool) -> Ranks:
-    """The ranks that a size buys by the singular values of the mean gradient over up to 1,024 examples."""
+    """Return the ranks that a size buys by the singular values of the mean gradient over up to 1,024 examples."""
     index = torch.randperm(len(data[0]), generator=torch.Generator().manual_seed(seed))[:1024]
     if not relative:
         budget = (size + 0.5) / sum(each.numel() for each in network.parameters())
@@ -179,7 +179,7 @@ def ranks_by_gradient(network: nn.Module, data: Pair, size: int, seed: int, *, r
 
 
 def ranks_of(arm: str, network: nn.Module, data: Pair, uniform: int, seed: int) -> Ranks:
-    """The rank of each layer."""
+    """Return the rank of each layer."""
     costs = {name: sum(layer.weight.shape) for name, layer in layers_of(network).items()}
     size = uniform * sum(costs.values())
     if arm == "uniform":
@@ -194,7 +194,7 @@ ARMS = ("uniform", "query, value", "gradient", "gradient, relative", ADALORA)
 
 
 def adapted(network: nn.Module, ranks: Ranks, data: Pair, rate: float, seed: int) -> nn.Module:
-    """A frozen copy in which LoRA of these ranks was trained."""
+    """Return a frozen copy in which LoRA of these ranks was trained."""
     network = copy.deepcopy(network).requires_grad_(False)
     torch.manual_seed(seed)
     for name, rank in ranks.items():
@@ -217,7 +217,7 @@ class WithLoss(nn.Module):
 
 
 def score_adalora(made: Problem, uniform: int, rate: float, seed: int) -> tuple[float, int]:
-    """The test loss after AdaLoRA, and the parameters of the directions that are left."""
+    """Return the test loss after AdaLoRA, and the parameters of the directions that are left."""
     import peft
 
     torch.manual_seed(seed)
@@ -252,7 +252,7 @@ def score_adalora(made: Problem, uniform: int, rate: float, seed: int) -> tuple[
 
 
 def pretrained(problem: str, seed: int) -> Problem:
-    """The problem with its network after the pretraining."""
+    """Return the problem with its network after the pretraining."""
     torch.manual_seed(seed)
     made = PROBLEMS[problem]()
     learn(made.network, made.before, made.steps, 3e-3, seed)
@@ -261,12 +261,12 @@ def pretrained(problem: str, seed: int) -> Problem:
 
 @torch.no_grad()
 def test_loss(network: nn.Module, data: Pair) -> float:
-    """The loss on all test data [nats]."""
+    """Return the loss on all test data [nats]."""
     return float(loss_of(network, data))
 
 
 def score(made: Problem, ranks: Ranks, rate: float, seed: int) -> float:
-    """The test loss of the network with LoRA of these ranks."""
+    """Return the test loss of the network with LoRA of these ranks."""
     return test_loss(adapted(made.network, ranks, made.train, rate, seed), made.test)
 
 

@@ -1,4 +1,4 @@
-"""More data came: a network that is trained on, grown on, or trained anew, at equal steps.
+"""Compare what to do when more data came: to train a network on, to grow it on, or to train it anew, at equal steps.
 
     python bench/scripts/study_more_data.py                     # 5 seeds of digits and letter, two minutes on one core
     python bench/scripts/study_more_data.py letter --seeds 2
@@ -33,7 +33,7 @@ RATE, BATCH, FACTOR = 3e-3, 64, 4
 
 
 class Setting(NamedTuple):
-    """A data set; the examples that are there at first, and those that are there later; the units of a hidden layer; the steps.
+    """Describes a data set; the examples at first, and those that are there later; the units of a hidden layer; the steps.
 
     stops: numbers of steps behind the arrival, each with a schedule of its own.
     """
@@ -65,7 +65,7 @@ def learn(network: nn.Module, data: Pair, steps: int, generator: torch.Generator
 
 @torch.no_grad()
 def shrunk(network: nn.Module, fresh: nn.Module) -> nn.Module:
-    """A copy with .4 of the weights and .1 of those of a fresh network."""
+    """Return a copy with .4 of the weights and .1 of those of a fresh network."""
     network = copy.deepcopy(network)
     for parameter, new in zip(network.parameters(), fresh.parameters(), strict=True):
         parameter.mul_(0.4).add_(new, alpha=0.1)
@@ -73,7 +73,7 @@ def shrunk(network: nn.Module, fresh: nn.Module) -> nn.Module:
 
 
 def run(setting: Setting, seed: int) -> dict[tuple[int, str], tuple[float, float]]:
-    """Test accuracy and CPU seconds behind the arrival, by stop and arm; stop 0 is the network before."""
+    """Return test accuracy and CPU seconds behind the arrival, by stop and arm; stop 0 is the network before."""
     x, y = setting.load()
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     scaled = StandardScaler().fit(x[order[: setting.first].numpy()]).transform(x)  # by what was known at first

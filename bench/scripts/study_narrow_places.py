@@ -1,4 +1,4 @@
-"""Growth in networks with a narrow place, in one's own loop, with and without sites that span the place.
+"""Measure growth in networks with a narrow place, in one's own loop, with and without sites that span the place.
 
     python bench/scripts/study_narrow_places.py             # 8 seeds of 6 settings, about 10 minutes on one core
     python bench/scripts/study_narrow_places.py --seeds 2 diabetes
@@ -31,7 +31,7 @@ STEPS = 1500
 
 
 class Setting(NamedTuple):
-    """A data set, the widths of the hidden layers, and the budget of growth, as a multiple of the network's parameters."""
+    """Describes a data set, the widths of the hidden layers, and the budget of growth, as a multiple of the parameters."""
 
     load: Callable[[], tuple[np.ndarray, np.ndarray]]
     hidden: tuple[int, ...]
@@ -39,19 +39,19 @@ class Setting(NamedTuple):
 
 
 def digits() -> tuple[np.ndarray, np.ndarray]:
-    """1,797 images of 8 by 8 pixels, 10 classes."""
+    """Load 1,797 images of 8 by 8 pixels, 10 classes."""
     x, y = load_digits(return_X_y=True)
     return x / 16, y
 
 
 def diabetes() -> tuple[np.ndarray, np.ndarray]:
-    """442 patients, 10 columns, one number; all scaled to a standard deviation of 1."""
+    """Load 442 patients, 10 columns, one number; all scaled to a standard deviation of 1."""
     x, y = load_diabetes(return_X_y=True)
     return x / x.std(0), ((y - y.mean()) / y.std())[:, None].astype(np.float32)
 
 
 def moons() -> tuple[np.ndarray, np.ndarray]:
-    """Two classes in the plane, 2,000 examples."""
+    """Draw two classes in the plane, 2,000 examples."""
     x, y = make_moons(2000, noise=0.2, random_state=0)
     return x.astype(np.float32), y
 
@@ -71,7 +71,7 @@ SETTINGS = {
 
 
 class Split(NamedTuple):
-    """Training, probe and test data, each x and y."""
+    """Holds training, probe and test data, each x and y."""
 
     train: tuple[Tensor, Tensor]
     probe: tuple[Tensor, Tensor]
@@ -88,7 +88,7 @@ def split(setting: Setting) -> Split:
 
 
 def mlp(widths: tuple[int, ...]) -> nn.Sequential:
-    """Linear layers with a ReLU behind each but the last."""
+    """Return linear layers with a ReLU behind each but the last."""
     layers: list[nn.Module] = []
     for reads, writes in pairwise(widths):
         layers += [nn.Linear(reads, writes), nn.ReLU()]
@@ -96,7 +96,7 @@ def mlp(widths: tuple[int, ...]) -> nn.Sequential:
 
 
 class Arm(NamedTuple):
-    """What an arm reached: the score on the test data, CPU seconds and parameters."""
+    """Holds what an arm reached: the score on the test data, CPU seconds and parameters."""
 
     score: float
     seconds: float

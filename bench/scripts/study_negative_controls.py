@@ -1,4 +1,4 @@
-"""Data sets that a small host solves: the right answer is not to grow. The heuristic beside its never-grow twins, and sizes.
+"""Compare the heuristic with its never-grow twins, and sizes, on data that a small host solves without growth.
 
 python bench/scripts/study_negative_controls.py [--quick] [--keys N] [--page FILE]
 """
@@ -45,21 +45,21 @@ Floats = NDArray[np.float64]
 
 
 def bounded(values: Floats, form: str) -> str:
-    """The mean of (keys,) values with its 95 % bootstrap interval over keys."""
+    """Format the mean of (keys,) values with its 95 % bootstrap interval over keys."""
     draws = np.random.default_rng(0).integers(len(values), size=(4000, len(values)))
     low, high = np.quantile(values[draws].mean(1), [0.025, 0.975])
     return f"{values.mean():{form}} [{low:{form}}, {high:{form}}]"
 
 
 def sized(task: Any, factor: float) -> Any:
-    """The task on a host whose widths are multiplied by a factor."""
+    """Return the task on a host whose widths are multiplied by a factor."""
     host = task.host
     host = replace(host, width=round(factor * host.width), hidden=tuple(round(factor * size) for size in host.hidden))
     return replace(task, host=host, room=room_for(host))
 
 
 def sizes(task: Any, keys: int) -> tuple[str, float]:
-    """The table of static networks by size, in Markdown, and by how much at most a mean differs from that of the host."""
+    """Return the table of static networks by size, in Markdown, and by how much at most a mean differs from that of the host."""
     settings = {"envs": keys, "baselines": []}
     found = {factor: esper.grow(sized(task, factor), settings, controller="never") for factor in FACTORS}
     accuracy = {factor: np.array(summary["test_accuracy"]["grown"]) for factor, summary in found.items()}

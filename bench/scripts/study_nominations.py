@@ -1,4 +1,4 @@
-"""Where to plant and how to begin: blind incubation, nominations by gradients, and by what the present layers cannot reach.
+"""Compare where to plant and how to begin: blind incubation, nominations by gradients, and by what layers cannot reach.
 
     python bench/scripts/study_nominations.py               # 8 seeds of 9 settings, an hour on one core
     python bench/scripts/study_nominations.py --rankings    # a minute
@@ -46,7 +46,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Problem(NamedTuple):
-    """A network that is narrow somewhere, and its data.
+    """Holds a network that is narrow somewhere, and its data.
 
     place: the site behind the narrow place; empty where nobody knows. budget: as that of `esper.Growth`.
     """
@@ -62,7 +62,7 @@ class Problem(NamedTuple):
 
 
 def _table(name: str, place: str) -> Callable[[int], Problem]:
-    """A setting of `study_narrow_places.py`."""
+    """Return a setting of `study_narrow_places.py` as a function of the seed."""
 
     def made(seed: int) -> Problem:
         setting = SETTINGS[name]
@@ -78,14 +78,14 @@ def _table(name: str, place: str) -> Callable[[int], Problem]:
 
 
 def _divided(x: Tensor, y: Tensor, counts: Sequence[int], seed: int) -> list[Pair]:
-    """So many examples each for training, for the probe and for the test."""
+    """Divide examples at random: `counts` for training, for the probe and for the test."""
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     ends = np.cumsum([0, *counts])
     return [(x[order[a:b]], y[order[a:b]]) for a, b in pairwise(ends)]
 
 
 def unknown_place(seed: int) -> Problem:
-    """Classes of a random network; five hidden layers of 64 units, one of which has 3."""
+    """Draw classes of a random network, for five hidden layers of 64 units, one of which has 3."""
     torch.manual_seed(1000 + seed)
     teacher = mlp((16, 32, 8))
     x = torch.randn(10000, 16)
@@ -99,7 +99,7 @@ def unknown_place(seed: int) -> Problem:
 
 
 def moons(seed: int) -> Problem:
-    """Two classes in the plane; two hidden layers of two units."""
+    """Draw two classes in the plane, for two hidden layers of two units."""
     x, y = make_moons(2000, noise=0.2, random_state=seed)
     pairs = _divided(torch.tensor(x, dtype=torch.float32), torch.tensor(y), (1000, 300, 700), seed)
     torch.manual_seed(seed)
@@ -110,7 +110,7 @@ def moons(seed: int) -> Problem:
 
 
 def frozen_body(seed: int) -> Problem:
-    """A body of 32-3-32 units that was trained to tell odd digits from even ones, frozen; a new head for the ten digits."""
+    """Train a body of 32-3-32 units to tell odd digits from even ones, freeze it, and add a new head for the ten digits."""
     data = split(SETTINGS["digits, 4-32"])
     torch.manual_seed(seed)
     body, head = mlp((64, 32, 3, 32)), nn.Linear(32, 2)
@@ -126,7 +126,7 @@ def frozen_body(seed: int) -> Problem:
 
 
 class Block(nn.Module):
-    """A block of a transformer with few hidden units."""
+    """Computes a block of a transformer with few hidden units."""
 
     def __init__(self, width: int, hidden: int, *, causal: bool, heads: int = 2) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """Four patches of a digit, two blocks of 16 features with 2 hidden units and 2 heads, or `scale` times as many."""
+    """Classifies four patches of a digit: two blocks of 16 features with 2 hidden units and 2 heads, or `scale` times as many."""
 
     def __init__(self, scale: int = 1) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class ViT(nn.Module):
 
 
 class Bytes(nn.Module):
-    """Two causal blocks of 32 features with 4 hidden units on 32 bytes."""
+    """Computes two causal blocks of 32 features with 4 hidden units on 32 bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ def vit(seed: int) -> Problem:
 
 
 def byte_text(seed: int) -> Problem:
-    """The standard library of Python."""
+    """Load the bytes of Python's standard library, for a transformer."""
     folder = Path(sysconfig.get_path("stdlib"))
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("[a-f]*.py")))
     rows = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().clamp_max(127).unfold(0, 33, 33)
@@ -190,7 +190,7 @@ def byte_text(seed: int) -> Problem:
 
 
 def letter(seed: int) -> Problem:
-    """Letter Recognition; two hidden layers of 4 units."""
+    """Load Letter Recognition, for two hidden layers of 4 units."""
     x, y = letter_recognition()
     x = (x - x.mean(0)) / x.std(0)
     pairs = _divided(torch.tensor(x), torch.tensor(y), (10000, 1000, 4000), seed)
@@ -219,7 +219,7 @@ ARMS = ("plain", "blind", "product", "remainder", "remainder + vectors", "oracle
 
 
 def product(read: Read) -> Tensor:
-    """The norm of the product of the gradient and what a bypass reads (GradMax)."""
+    """Return the norm of the product of the gradient and what a bypass reads (GradMax)."""
     return ((read.source - read.source.mean(0)).mT @ read.gradient / len(read.gradient)).norm()
 
 
@@ -251,7 +251,7 @@ def inform(seed: MLPSeed, read: Read) -> None:
 
 
 def units_needed(read: Read) -> int:
-    """Twice the rank, as a ReLU has one sign, at which a map explains 90 % of the remainder that it explains at most.
+    """Return twice the rank, as a ReLU has one sign, at which a map explains 90 % of the most that it explains of the remainder.
 
     The map is fitted on every other example, its rank is cut by the singular vectors of what it gives there, and what it
     explains is measured as by `missing` on the rest.
@@ -281,7 +281,7 @@ def read_and_note(*given: Any) -> dict[str, Read]:
 
 
 class ByNeed(Heuristic):
-    """The default rule, whose seeds have the smallest number of units that the remainder at their site asks for."""
+    """Plays the default rule with seeds of the smallest number of units that the remainder at their site asks for."""
 
     def _plan(self, view: esper.View) -> Any:
         plan, fits = super()._plan(view), view.masks.blueprint
@@ -296,7 +296,7 @@ class ByNeed(Heuristic):
 
 
 class Run(NamedTuple):
-    """What an arm reached: the test loss, its trace by CPU seconds, the share of right answers, the first site, and more."""
+    """Holds what an arm reached: test loss, its trace by CPU seconds, the share of right answers, the first site, the size."""
 
     loss: float
     trace: list[tuple[float, float]]
@@ -305,7 +305,7 @@ class Run(NamedTuple):
     parameters: int
 
     def at(self, seconds: float) -> float:
-        """The test loss at so many seconds."""
+        """Return the test loss at so many seconds."""
         return float(np.interp(seconds, *zip(*self.trace, strict=True)))
 
 
@@ -365,7 +365,7 @@ def run(problem: Problem, arm: str, seed: int) -> Run:
 
 
 def _inform_new(growth: esper.Growth, problem: Problem, born: dict[str, int]) -> dict[str, int]:
-    """Inform the seeds that were not there before; returns those that are there, by site."""
+    """Set the inner weights of the seeds that were not there before, by `inform`; returns those that are there, by site."""
     now = {}
     for name in growth.population.planted():
         seed = planted_at(growth.model, name).seed.delta
@@ -380,7 +380,7 @@ def _inform_new(growth: esper.Growth, problem: Problem, born: dict[str, int]) ->
 
 @torch.no_grad()
 def _test(network: nn.Module, problem: Problem) -> tuple[float, float]:
-    """The loss and the accuracy on the test data; nan where the targets are numbers."""
+    """Return the loss and the accuracy on the test data; nan where the targets are numbers."""
     x, y = problem.test
     network.eval()
     output = network(x)

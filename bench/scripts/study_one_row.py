@@ -1,4 +1,4 @@
-"""Which operations round one row of a stack differently from the same row among three.
+"""List which operations round one row of a stack differently from the same row among three.
 
     python bench/scripts/study_one_row.py [--shapes 3000]
 

@@ -1,4 +1,4 @@
-"""How the best fixed plan of `repair-full` is searched for: a replay of ways to search, and what the search finds.
+"""Compare ways to search for the best fixed plan of `repair-full` in a replay, and show what the search finds.
 
     collect  grow every plan of the first stage, and the most promising ones made of their seeds, on training instances
     replay   search often with instances drawn from the collected ones, in several ways and with several budgets
@@ -39,7 +39,7 @@ GROUP = 2
 
 
 class Menu:
-    """The plans, and J of those that were collected."""
+    """Holds the plans, and J of those that were collected."""
 
     def __init__(self, out: Path) -> None:
         self.task, self.path = get_task(TASK).sealed(), out / "plans.npz"
@@ -65,11 +65,11 @@ class Menu:
         save_figures(self.path, plans=np.array(names), objective=self.scores[there])
 
     def ranked(self) -> NDArray[np.int64]:
-        """The plans of the first stage, the best of the collected instances first."""
+        """Return the plans of the first stage, the best of the collected instances first."""
         return self.first[np.argsort(-self.scores[self.first].mean(1), kind="stable")]
 
     def filled(self) -> Floats:
-        """J of all plans (plans, instances); what was not collected has that of the better of its seeds."""
+        """Return J of all plans (plans, instances); what was not collected has that of the better of its seeds."""
         single = {self.every[index].parts[0]: index for index in self.first if self.every[index].parts}
         filled = self.scores.copy()
         for index in np.flatnonzero(np.isnan(filled).all(1)):
@@ -79,7 +79,7 @@ class Menu:
 
 
 def alike(every: Sequence[Candidate], plans: Sequence[int]) -> Iterator[list[int]]:
-    """Groups of plans that can be grown together."""
+    """Yield groups of plans that can be grown together."""
     kinds: dict[str, list[int]] = {}
     for index in plans:
         each = every[index]
@@ -89,7 +89,7 @@ def alike(every: Sequence[Candidate], plans: Sequence[int]) -> Iterator[list[int
 
 
 def equal_halves(count: int, episodes: int) -> list[tuple[int, int]]:
-    """Rungs of halves with the same number of episodes each, after Karnin, Koren and Somekh; the last plans are left out."""
+    """List rungs of halves with the same number of episodes each, after Karnin, Koren and Somekh; the last plans are left out."""
     sizes = lambda n: [n, *(sizes(-(-n // 2)) if n > 2 else [])]  # noqa: E731
     count = next(n for n in range(count, 0, -1) if n * len(sizes(n)) <= episodes)
     steps, left = [], episodes
@@ -102,7 +102,7 @@ def equal_halves(count: int, episodes: int) -> list[tuple[int, int]]:
 
 @contextmanager
 def varied(**constants: int) -> Iterator[None]:
-    """Other constants of the search."""
+    """Replace constants of the search until the context ends."""
     before = {name: getattr(plan_search, name) for name in constants}
     for name, value in constants.items():
         setattr(plan_search, name, value)
@@ -114,8 +114,8 @@ def varied(**constants: int) -> Iterator[None]:
 
 
 def replay(menu: Menu) -> str:
-    """A table of the mean J of the plans that ways to search find, with the share of searches whose plan is worse than the best
-    single seed.
+    """Tabulate the mean J of the plans that ways to search find, with the share of searches whose plan is worse than the
+    best single seed.
     """
     scores, every, first = menu.filled(), menu.every, menu.first
     means, many, everything = scores.mean(1), 2**20, np.arange(len(every))
@@ -160,7 +160,7 @@ def replay(menu: Menu) -> str:
 
 
 def search(menu: Menu, budgets: Sequence[int]) -> str:
-    """A table of what the search finds with several budgets."""
+    """Tabulate what the search finds with several budgets."""
     lines = [
         ["episodes", "plans tried", "the plan", "J of the search", "J of it on the collected instances", "seconds"]
     ]
@@ -175,7 +175,7 @@ def search(menu: Menu, budgets: Sequence[int]) -> str:
 
 
 def table(lines: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     head, *rows = lines
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *rows))
 

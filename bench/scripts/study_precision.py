@@ -1,4 +1,4 @@
-"""The networks that grow with products in bfloat16 and in float16, beside those in float32.
+"""Compare networks that grow with products in bfloat16 and in float16 with those in float32.
 
     python bench/scripts/study_precision.py [--tasks digits-narrow:16,digits-image:8,stdlib-text:4] [--steps 16] [--folder DIR]
 
@@ -32,7 +32,7 @@ class Curve:
             self.losses.append(list(row.losses))
 
     def close(self) -> None:
-        """No row follows."""
+        """Close nothing: no file is open."""
 
 
 def main() -> None:

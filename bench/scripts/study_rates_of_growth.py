@@ -1,4 +1,4 @@
-"""Whether a network that becomes wider as a whole diverges at learning rates at which networks of one size train.
+"""Test whether a network that becomes wider as a whole diverges at learning rates at which networks of one size train.
 
     python bench/scripts/study_rates_of_growth.py              # 8 seeds, about twelve minutes on one core
     python bench/scripts/study_rates_of_growth.py --seeds 2

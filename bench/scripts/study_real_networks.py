@@ -1,4 +1,4 @@
-"""What heals networks that come inside packages, damaged and repaired frozen: `esper heal` beside its opponents.
+"""Measure what heals networks that come inside packages, damaged and repaired frozen: `esper heal` beside its opponents.
 
     python bench/scripts/study_real_networks.py [--out DIR] [--part | --quick] [--networks NAME ...] [--tables]
 
@@ -56,7 +56,7 @@ PAIRS = (("refit and trained", "grown"), ("refit and trained", "best opponent"))
 
 
 class Size(NamedTuple):
-    """How large the study is."""
+    """Sets how large the study is."""
 
     kinds: tuple[str, ...]
     draws: int
@@ -127,19 +127,19 @@ def measure_all(out: Path, size: Size, names: Iterable[str]) -> None:
 
 
 def losses(record: Record, name: str) -> NDArray[np.float64]:
-    """(T,) losses of the test examples."""
+    """Return the losses (T,) of the test examples."""
     return np.array(record["rows"][name]["losses"])
 
 
 def chosen(record: Record, names: Iterable[str], hindsight: bool = False) -> str:
-    """The row of the least loss of those within the cap, on the probe or with hindsight on the test examples."""
+    """Choose the row of the least loss of those within the cap, on the probe or with hindsight on the test examples."""
     rows = record["rows"]
     able = [name for name in names if name in rows and rows[name]["trained"] <= record["room"]]
     return min(able, key=lambda name: losses(record, name).mean() if hindsight else rows[name]["probe"])
 
 
 def compared(record: Record, theirs: str) -> tuple[str, str]:
-    """How much lower the loss of `esper heal` is than theirs, with its 95 % interval by test example, and that in a word."""
+    """Return how much lower the loss of `esper heal` is than theirs, with its 95 % interval by test example, and the verdict."""
     apart = losses(record, theirs) - losses(record, record["best"])
     mean, half = float(apart.mean()), half_width(apart) if apart.any() else 0.0
     word = "better" if mean > half else "worse" if mean < -half else "level"
@@ -147,12 +147,12 @@ def compared(record: Record, theirs: str) -> tuple[str, str]:
 
 
 def named(record: Record, name: str) -> str:
-    """The row of a method, whose choice `esper heal` and `best opponent` are."""
+    """Return the row of a method, whose choice `esper heal` and `best opponent` are."""
     return {"esper heal": record["best"], "best opponent": chosen(record, OPPONENTS)}.get(name, name)
 
 
 def tables(records: list[Record]) -> str:
-    """The tables of the page, in Markdown."""
+    """Return the tables of the page, in Markdown."""
     lines = [
         "| case | intact | damaged | `esper heal` | best opponent | loss lower than its [95 %] | | than that of the best by"
     ]
@@ -195,7 +195,7 @@ def tables(records: list[Record]) -> str:
 
 
 def damage_table(names: Iterable[str]) -> str:
-    """The errors of the damaged networks, lowest to highest of three draws, in Markdown."""
+    """Return the errors of the damaged networks, lowest to highest of three draws, in Markdown."""
     lines = [f"| damage | {' | '.join(f'{name}: {NETWORKS[name].what}' for name in names)} |"]
     lines.append("|---|" + "---|" * len(lines[0].split(" | ")[1:]))
     intact = {name: NETWORKS[name].build() for name in names}
@@ -215,7 +215,7 @@ def damage_table(names: Iterable[str]) -> str:
 
 
 def interval(values: NDArray[np.float64], sign: str = "") -> str:
-    """The mean of (N,) values with its 95 % t interval over cases."""
+    """Format the mean of (N,) values with its 95 % t interval over cases."""
     if len(values) < 2:
         return "" if not len(values) else f"{values.mean():{sign}.3f}"
     mean, half = values.mean(), half_width(values) if values.any() else 0.0

@@ -1,4 +1,4 @@
-"""What growing `repair` is worth with every blueprint in the menu, beside fixed plans, rules and static networks.
+"""Measure what growing `repair` is worth with every blueprint in the menu, beside fixed plans, rules and static networks.
 
     train    three controllers on `repair-full` by the preset quick, which imitate the heuristic first
     search   the best fixed plan of the menu of `repair` and of that of `repair-full`, on training instances
@@ -65,7 +65,7 @@ PARTS = ("train", "search", "grow", "tables")
 
 
 class Size(NamedTuple):
-    """How large the study is."""
+    """Sets how large the study is."""
 
     instances: int  # held-out instances, each from one start
     searches: Mapping[str, tuple[tuple[int, ...], int]]  # by task: steps at which plans may plant, training instances
@@ -83,7 +83,7 @@ QUICK = Size(
 
 
 class Row(NamedTuple):
-    """The figures of one contender on the held-out instances, (N, R) each; R trainings, or 1."""
+    """Holds the figures of one contender on the held-out instances, (N, R) each; R trainings, or 1."""
 
     name: str
     objective: Floats
@@ -94,7 +94,7 @@ class Row(NamedTuple):
 
 
 class Study(NamedTuple):
-    """A size, and the folder of what is kept."""
+    """Runs the study of a size, and keeps what was made in a folder."""
 
     size: Size
     out: Path
@@ -112,19 +112,19 @@ class Study(NamedTuple):
         print(seed, train([task], configs, folder, opening=Opening(overwrite=True))["status"], flush=True)
 
     def search(self, task: str) -> Record:
-        """The best fixed plan of a menu, as a record; it is searched for once."""
+        """Search for the best fixed plan of a menu once, and return it as a record."""
         path, (starts, instances) = self.out / f"search-{task}.json", self.size.searches[task]
         if not path.is_file():
             save_record(path, halving(task, candidates(task, starts), instances, self.size.settings))
         return load_record(path)
 
     def planned(self, task: str) -> Contender:
-        """The best fixed plan as a contender."""
+        """Return the best fixed plan as a contender."""
         lines = self.search(task)["entries"]
         return schedule(SKIP if lines == LAST else FIXED[task], lines)
 
     def grow(self, task: str, contender: Contender, static: Sequence[str] = ()) -> list[Row]:
-        """Figures of a contender, and of static networks of the sizes that it grew."""
+        """Grow a contender and train static networks of the sizes that it grew; return their figures."""
         grown = evaluate(
             get_task(task),
             [contender],
@@ -142,7 +142,7 @@ class Study(NamedTuple):
         return [Row(name, *(figure[at] for figure in grown.figures)) for at, name in enumerate(names)]
 
     def rows(self) -> list[Row]:
-        """All contenders: the rules, the plans, the learned controllers apart and together, and the static networks."""
+        """Return all contenders: the rules, the plans, the learned controllers apart and together, and the static networks."""
         rules = {"inner-use": FULL, "participation": FULL}
         rows = [
             *self.grow(REPAIR, named("never"), ["plain", "skips"]),
@@ -163,13 +163,13 @@ class Study(NamedTuple):
 
 
 class Abreast(Rule):
-    """Several schedules, each for an equal share of the environments."""
+    """Runs several schedules, each for an equal share of the environments."""
 
     def __init__(self, schedules: Sequence[Schedule]) -> None:
         self.schedules = schedules
 
     def act(self, view: View) -> Actions:
-        """The decisions of every schedule, which reads masks and seeds alone."""
+        """Return the decisions of every schedule, which reads masks and seeds alone."""
         each = len(view.masks.op) // len(self.schedules)
         parts = [slice(index * each, (index + 1) * each) for index in range(len(self.schedules))]
         decided = [
@@ -180,19 +180,19 @@ class Abreast(Rule):
 
 
 def schedule(name: str, lines: Sequence[Record]) -> Contender:
-    """A fixed plan as a contender. Its seeds are kept, whatever they contribute."""
+    """Return a fixed plan as a contender. Its seeds are kept, whatever they contribute."""
     return Contender(
         name, {"controller": "schedule", **PERMISSIVE}, lambda config: of_lines(lines), json.dumps(list(lines))
     )
 
 
 def of_lines(lines: Sequence[Record]) -> Schedule:
-    """The schedule of a file's lines."""
+    """Return the schedule of a file's lines."""
     return Schedule([ScheduleEntry.model_validate(line) for line in lines])
 
 
 def candidates(task: str, starts: Sequence[int]) -> list[list[Record]]:
-    """All fixed plans: nothing, or one blueprint at one or two slots, from one of the steps on."""
+    """List all fixed plans: nothing, or one blueprint at one or two slots, from one of the steps on."""
     host = get_task(task)
     slots = VectorizedEngine(host.sealed(), build_config(host.defaults, {"envs": 1, "baselines": []})).space.slots
     plans: list[list[Record]] = [[]]
@@ -204,7 +204,7 @@ def candidates(task: str, starts: Sequence[int]) -> list[list[Record]]:
 
 
 def halving(task: str, plans: Sequence[list[Record]], instances: int, settings: Mapping[str, Any]) -> Record:
-    """The best of some plans by J on the probe split of training instances, by successive halving from FEW instances on."""
+    """Find the best of some plans by J on the probe split of training instances, by successive halving from FEW instances on."""
     sealed, totals, alive = get_task(task).sealed(), np.zeros(len(plans)), np.arange(len(plans))
     keys, done, episodes = np.array(sealed.keys("training")[:instances]), 0, 0
     while done < instances:
@@ -236,7 +236,7 @@ def halving(task: str, plans: Sequence[list[Record]], instances: int, settings: 
 
 
 def estimate(ours: Floats, theirs: Floats | float = 0.0, form: str = ".3f") -> str:
-    """Mean of ours - theirs, (N, R) each, with a bootstrap interval over instances and trainings.
+    """Format the mean of ours - theirs, (N, R) each, with a bootstrap interval over instances and trainings.
 
     A sample has instances and trainings that are both drawn with replacement, the same instances for both sides and the same
     trainings for all instances (Owen and Eckles, "Bootstrapping data arrays of arbitrary order", 2012, section 3).
@@ -250,12 +250,12 @@ def estimate(ours: Floats, theirs: Floats | float = 0.0, form: str = ".3f") -> s
 
 
 def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table in Markdown."""
+    """Return the lines of a table in Markdown."""
     return ["", *("| " + " | ".join(line) + " |" for line in (names, ["---"] * len(names), *rows)), ""]
 
 
 def tables(study: Study, machine: str) -> str:
-    """The tables of the page, in Markdown."""
+    """Return the tables of the page, in Markdown."""
     rows = {row.name: row for row in study.rows()}
     lines = [
         f"`python bench/scripts/study_repair.py {' '.join(PARTS)}`: {machine}, torch {torch.__version__}, one thread."

@@ -1,4 +1,4 @@
-"""What PPO alone, without a teacher, reaches on `repair` in an hour, by episodes and by seconds.
+"""Measure what PPO alone, without a teacher, reaches on `repair` in an hour, by episodes and by seconds.
 
     python bench/scripts/study_repair_ppo.py OUT --seeds 1 --rounds 400 --page FILE
     python bench/scripts/study_repair_ppo.py OUT --seeds 3 --rounds 160 --full-menu

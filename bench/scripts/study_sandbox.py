@@ -1,4 +1,4 @@
-"""What a learner reaches in the sandbox, where the optimum is known, and what that costs.
+"""Measure what a learner reaches in the sandbox, where the optimum is known, and what that costs.
 
 Four studies, one training a seed. `growth`: a score is 0 for never growing and 1 for the optimum, on other draws than those
 of training. `blind`: the same learner behind a blindfold. `bandit`: probability of the best arm, another one every seed.
@@ -38,7 +38,7 @@ class Sampling(Learned):
 
 
 def train(sandbox: Sandbox, rounds: int, *, blind: bool = False) -> Policy:
-    """A new policy after some rounds in a sandbox; all draws follow from the sandbox's seed."""
+    """Train a new policy for some rounds in a sandbox; all draws follow from the sandbox's seed."""
     config = sandbox.config
     policy = Policy.fresh(Language.of([sandbox.space]), config.seed)
     client = SimicClient(PPO(policy, config.ppo, config.seed), get_reward(config.reward))
@@ -49,12 +49,12 @@ def train(sandbox: Sandbox, rounds: int, *, blind: bool = False) -> Policy:
 
 
 def growth(seed: int, rounds: int | None) -> Row:
-    """Score of the greedy policy."""
+    """Score the greedy policy."""
     return _growth(seed, rounds, blind=False)
 
 
 def blind(seed: int, rounds: int | None) -> Row:
-    """Score of the greedy policy that was trained and is played without measurements."""
+    """Score the greedy policy that was trained and is played without measurements."""
     return _growth(seed, rounds, blind=True)
 
 
@@ -71,7 +71,7 @@ def _growth(seed: int, rounds: int | None, *, blind: bool) -> Row:
 
 
 def chosen(seed: int, rounds: int | None) -> Row:
-    """Share of the best arm among decisions that are sampled without exploration."""
+    """Measure the share of the best arm among decisions that are sampled without exploration."""
     best = seed % ARMS
     policy, seconds = _timed(bandit(best), seed, rounds)
     view = Sandbox(bandit(best), {"seed": seed + OTHER, "envs": 4096}).reset()
@@ -80,7 +80,7 @@ def chosen(seed: int, rounds: int | None) -> Row:
 
 
 def solved(seed: int, rounds: int | None) -> Row:
-    """Share of episodes that the greedy policy brings to the end of the chain."""
+    """Measure the share of episodes that the greedy policy brings to the end of the chain."""
     policy, seconds = _timed(CHAIN, seed, rounds)
     returns = play(Sandbox(CHAIN, {"seed": seed + OTHER}), Learned(policy))
     return {"result": float(returns.mean()), "seconds": seconds}
@@ -103,14 +103,14 @@ STUDIES: dict[str, Callable[[int, int | None], Row]] = {
 
 
 def work(job: tuple[str, int, int | None]) -> Row:
-    """One training in a process of its own."""
+    """Run one training in a process of its own."""
     name, seed, rounds = job
     torch.set_num_threads(1)
     return STUDIES[name](seed, rounds)
 
 
 def table(results: dict[str, list[Row]]) -> list[str]:
-    """Seeds by studies, in Markdown: the result and in brackets CPU seconds."""
+    """Return the table of seeds by studies, in Markdown: the result and in brackets CPU seconds."""
     names = list(results)
     lines = ["| seed | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for seed, rows in enumerate(zip(*results.values(), strict=True)):
@@ -128,7 +128,7 @@ def table(results: dict[str, list[Row]]) -> list[str]:
 
 
 def page(results: dict[str, list[Row]], options: str, machine: str) -> str:
-    """The figures as Markdown."""
+    """Return the figures as Markdown."""
     solution = solve(Sandbox(GROWTH))
     floor = solution.never.mean()
     fixed = (solution.blind - floor) / (solution.optimum.mean() - floor)
@@ -176,7 +176,7 @@ def page(results: dict[str, list[Row]], options: str, machine: str) -> str:
 
 
 def _changed(process: Process) -> str:
-    """What a process sets of the learner, but its rounds."""
+    """Describe what a process sets of the learner, but its rounds."""
     changed = {name: value for name, value in process.settings.get("ppo", {}).items() if name != "rounds"}
     return "".join(f", {name} {value}" for name, value in changed.items())
 

@@ -1,4 +1,4 @@
-"""How far an environment depends on the size of its population: what shards of several sizes play, beside one population of all.
+"""Measure how far an environment depends on the size of its population: shards of several sizes beside one population of all.
 
     python bench/scripts/study_shards.py [TASK ...]        # iris, wine, digits-narrow, spirals, repair
 

@@ -1,4 +1,4 @@
-"""What a slot is worth whose bypasses go around a narrow place, beside one whose bypasses read that place.
+"""Measure what a slot is worth whose bypasses go around a narrow place, beside one whose bypasses read that place.
 
     python bench/scripts/study_slots_around.py [WIDTHS ...]       # 64-4-32-10 64-32-4-32-10 64-8-16-10
 

@@ -39,7 +39,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Problem(NamedTuple):
-    """A network, its data, and how it is trained."""
+    """Holds a network, its data, and how it is trained."""
 
     network: nn.Module
     train: Pair
@@ -52,7 +52,7 @@ class Problem(NamedTuple):
 
 
 class FeedForward(nn.Module):
-    """x + down(relu(up(norm(x))))."""
+    """Computes x + down(relu(up(norm(x))))."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """A block of a decoder: causal attention with two heads, and a feed-forward of GELU."""
+    """Computes a block of a decoder: causal attention with two heads, and a feed-forward of GELU."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Decoder(nn.Module):
 
 
 def mlp(*widths: int) -> nn.Sequential:
-    """Linear layers with ReLU between them."""
+    """Return linear layers with ReLU between them."""
     layers: list[nn.Module] = []
     for reads, writes in pairwise(widths):
         layers += [nn.Linear(reads, writes), nn.ReLU()]
@@ -102,27 +102,27 @@ def mlp(*widths: int) -> nn.Sequential:
 
 
 def table(network: nn.Module, x: Tensor, y: Tensor, steps: int, budget: float) -> Problem:
-    """Rows of a table: 60 % to train, 18 % for the probe, 22 % to test."""
+    """Divide the rows of a table: 60 % to train, 18 % for the probe, 22 % to test."""
     first, last = int(0.6 * len(x)), int(0.78 * len(x))
     parts = [(x[part], y[part]) for part in (slice(first), slice(first, last), slice(last, None))]
     return Problem(network, *parts, steps, 64, budget, 30)
 
 
 def digits(network: nn.Module, steps: int, budget: float) -> Problem:
-    """The digits of scikit-learn, in one order."""
+    """Load the digits of scikit-learn, in one order."""
     x, y = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(x))
     return table(network, torch.tensor(x[order], dtype=torch.float32) / 16, torch.tensor(y[order]), steps, budget)
 
 
 def moons() -> Problem:
-    """Two moons, and one hidden layer of four units."""
+    """Draw two moons, for one hidden layer of four units."""
     x, y = make_moons(1500, noise=0.2, random_state=0)
     return table(mlp(2, 4, 2), torch.tensor(x, dtype=torch.float32), torch.tensor(y), 1000, 8.0)
 
 
 def bytes_of_python() -> Problem:
-    """Lines of 33 bytes of the standard library."""
+    """Load lines of 33 bytes of the standard library."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:60]
     text = torch.tensor([each if each < 128 else 0 for file in files for each in file.read_bytes()])
     lines = text[: len(text) // 33 * 33].view(-1, 33)
@@ -197,7 +197,7 @@ def measuring_sources(sites: esper.FoundSites) -> AbstractContextManager[object]
 
 
 class Result(NamedTuple):
-    """What an arm reached."""
+    """Holds what an arm reached."""
 
     loss: float
     accuracy: float

@@ -1,4 +1,4 @@
-"""What networks gain on streams whose data change: storing and reactivating heads beside static networks of the same size.
+"""Measure what networks gain on streams of changing data: storing and reactivating heads beside static networks of one size.
 
     python bench/scripts/study_streams.py tune --out bench/docs/streams.json       # settings, on training keys
     python bench/scripts/study_streams.py measure --settings bench/docs/streams.json --out runs/streams
@@ -58,13 +58,13 @@ NEVER = 10**9
 
 
 def streams_of(changes: Sequence[Change], first: int, count: int, updates: int = UPDATES) -> DrawnStreams:
-    """`count` streams of each change. A change has keys of its own."""
+    """Draw `count` streams of each change. A change has keys of its own."""
     keys = [first + 1024 * list(Change).index(change) + k for change in changes for k in range(count)]
     return draw_streams(keys, [change for change in changes for _ in range(count)], updates=updates)
 
 
 def played(streams: DrawnStreams, name: str, settings: Mapping[str, Any]) -> Played:
-    """What a method reaches; TOLD is the rule `adaptive` that knows from the start which streams are to be reset."""
+    """Play the streams by a method; TOLD is the rule `adaptive` that knows from the start which streams are to be reset."""
     learner = build_learner("adaptive" if name == TOLD else name, streams, **settings)
     if name == TOLD:
         assert isinstance(learner, NetworkLearner)
@@ -116,7 +116,7 @@ def measure(out: Path, options: argparse.Namespace) -> None:
 
 
 def gain(ours: Sequence[Floats], theirs: Sequence[Floats]) -> str:
-    """The paired difference over the streams that both have played, the first of each change."""
+    """Format the paired difference over the streams that both have played, the first of each change."""
     pairs = [(a[: len(b), None], b[: len(a), None]) for a, b in zip(ours, theirs, strict=True)]
     value = interval(mean_difference, [a for a, _ in pairs], [b for _, b in pairs])
     return f"{value.value:+.4f} [{value.low:+.4f}, {value.high:+.4f}]"

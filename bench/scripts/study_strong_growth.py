@@ -1,4 +1,4 @@
-"""Growing networks beside what a person would do without growth, at equal steps, equal seconds and equal total compute.
+"""Compare growing networks with what a person would do without growth, at equal steps, equal seconds and equal compute.
 
     python bench/scripts/study_strong_growth.py --out figures/strong          # 8 seeds of 12 settings, an hour
     python bench/scripts/study_strong_growth.py --out figures/strong digits letter
@@ -77,7 +77,7 @@ ARMS = (
 
 
 class Setting(NamedTuple):
-    """Data and networks of any width.
+    """Describes data and networks of any width.
 
     build: a network by width and seed. first: the width at which networks grow; sizes: widths of the sweep, as multiples of it.
     unit: widths are multiples of it. budget: of `esper.Growth`. keeps: whether a training counts as the network with its lowest
@@ -96,7 +96,7 @@ class Setting(NamedTuple):
 
 
 class Tagger(nn.Module):
-    """Classes of the bytes of a text, read from the left by a GRU."""
+    """Classifies the bytes of a text, read from the left by a GRU."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -104,13 +104,13 @@ class Tagger(nn.Module):
         self.head = nn.Linear(width, 7)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (B, L) -> (B, L, 7)."""
+        """Map bytes (B, L) to scores of their kinds (B, L, 7)."""
         y: Tensor = self.head(self.gru(self.embed(x))[0])
         return y
 
 
 class UNet(nn.Module):
-    """Classes of the points of a signal: two levels, with a skip."""
+    """Classifies the points of a signal: two levels, with a skip."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class UNet(nn.Module):
         self.out, self.head = nn.Conv1d(2 * width, width, 5, padding=2), nn.Conv1d(width, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (B, 1, L) -> (B, L, 4)."""
+        """Map signals (B, 1, L) to scores (B, L, 4)."""
         high = torch.relu(self.into(x))
         low = torch.relu(self.low(torch.relu(self.down(nn.functional.max_pool1d(high, 2)))))
         y: Tensor = self.head(torch.relu(self.out(torch.cat([high, torch.relu(self.up(low))], 1))))
@@ -130,19 +130,19 @@ class UNet(nn.Module):
 
 
 def by_place(output: Tensor, target: Tensor) -> Tensor:
-    """Cross-entropy of logits (B, L, K) and classes (B, L)."""
+    """Return the cross-entropy of logits (B, L, K) and classes (B, L)."""
     return nn.functional.cross_entropy(output.mT, target)
 
 
 def divided(x: Tensor, y: Tensor, counts: Sequence[int], seed: int) -> list[Pair]:
-    """So many examples each for training, for the probe and for the test, in an order of the seed."""
+    """Divide examples in an order of the seed: `counts` for training, for the probe and for the test."""
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[: sum(counts)]
     return [(x[part], y[part]) for part in order.split(list(counts))]
 
 
 @cache
 def tagged_bytes() -> Pair:
-    """Rows (n, 32) of the standard library, and the kind of each byte.
+    """Return rows (n, 32) of the standard library, and the kind of each byte.
 
     0 is space and the rest, 1 a keyword, 2 a name, 3 a number, 4 a string, 5 a comment, 6 an operator.
     """
@@ -166,13 +166,13 @@ def tagged_bytes() -> Pair:
 
 
 def gru_tagger(seed: int) -> Problem:
-    """Kinds of the bytes of Python."""
+    """Return the problem of the kinds of the bytes of Python."""
     pairs = divided(*tagged_bytes(), (8000, 256, 1000), seed)
     return Problem(nn.Identity(), *pairs, by_place, "")
 
 
 def signals(seed: int) -> Problem:
-    """Signals of 64 points, noisy; each has silence, a sine, a square wave or a sawtooth, and changes at one place."""
+    """Draw noisy signals of 64 points: silence, a sine, a square wave or a sawtooth, changing to another at one place."""
     draw, count = np.random.default_rng(seed), 5000
     kinds, frequency, phase = (
         draw.integers(0, 4, (2, count, 1)),
@@ -191,25 +191,25 @@ def signals(seed: int) -> Problem:
 
 @cache
 def fashion_images() -> Pair:
-    """20,000 images as rows of pixels, and their classes."""
+    """Load 20,000 images as rows of pixels, and their classes."""
     x, y = fashion()
     return torch.tensor(x, dtype=torch.float32), torch.tensor(y)
 
 
 def clothes(seed: int) -> Problem:
-    """Fashion-MNIST."""
+    """Return the problem of Fashion-MNIST."""
     return Problem(
         nn.Identity(), *divided(*fashion_images(), (12000, 300, 1000), seed), nn.functional.cross_entropy, ""
     )
 
 
 def uneven(width: int, seed: int) -> nn.Module:
-    """Five hidden layers in the ratio of 64 to 3, of which one, at an unknown depth, is the narrow one."""
+    """Return five hidden layers in the ratio of 64 to 3, of which one, at an unknown depth, is the narrow one."""
     return mlp((16, *(width if depth == seed % 4 else round(64 * width / 3) for depth in range(5)), 8))
 
 
 def byte_model(width: int, seed: int) -> nn.Module:
-    """A transformer of one block. Its head does not begin at 0, so that gradients reach the block and sites are found."""
+    """Return a transformer of one block. Its head does not begin at 0, so that gradients reach the block and sites are found."""
     network = ByteModel(width)
     nn.init.normal_(network.head.weight, std=0.02)
     return network
@@ -235,7 +235,7 @@ FROZEN = "frozen body"
 
 
 class Look(NamedTuple):
-    """What a training has reached after steps, seconds and parameter-steps."""
+    """Holds what a training has reached after steps, seconds and parameter-steps."""
 
     steps: float
     seconds: float
@@ -246,7 +246,7 @@ class Look(NamedTuple):
 
 @torch.no_grad()
 def measured(network: nn.Module, problem: Problem) -> tuple[float, float]:
-    """The loss on the probe, and the score on the test: the accuracy, or minus the loss of numbers and of bytes."""
+    """Return the loss on the probe, and the score on the test: the accuracy, or minus the loss of numbers and of bytes."""
     network.eval()
     probe = float(problem.loss(network(problem.probe[0]), problem.probe[1]))
     x, y = problem.test
@@ -257,7 +257,7 @@ def measured(network: nn.Module, problem: Problem) -> tuple[float, float]:
 
 
 def size(network: nn.Module) -> int:
-    """Number of parameters."""
+    """Return the number of parameters."""
     return sum(each.numel() for each in network.parameters())
 
 
@@ -267,7 +267,7 @@ def toward(averages: Any, now: Any, count: Any) -> None:
 
 
 class Training:
-    """A network that trains, grows perhaps, and is measured at equal distances; `at` trains as far as is asked.
+    """Trains a network, which grows perhaps, and measures it at equal distances; `at` trains as far as is asked.
 
     Raises:
         InputError: where Esper says that the network cannot grow this way
@@ -334,8 +334,8 @@ class Training:
         self.seconds += time.process_time() - begun
 
     def at(self, axis: Axis, value: float) -> tuple[float, float]:
-        """The loss on the probe and the score after so many steps, seconds or parameter-steps, between two looks by a line; of
-        the look with the lowest loss on the probe until then where the setting `keeps` it.
+        """Return the loss on the probe and the score after so many steps, seconds or parameter-steps, between two looks by a
+        line; of the look with the lowest loss on the probe until then where the setting `keeps` it.
         """
         while getattr(self, axis) < value:
             self.train(max(self.setting.steps // LOOKS, 1))
@@ -360,14 +360,14 @@ class Training:
 
 
 def started(setting: Setting, width: int, rate: float, seed: int, way: Way | None = None) -> Training:
-    """A network of a width at step 0."""
+    """Return the training of a network of a width at step 0."""
     problem = setting.problem(seed)
     torch.manual_seed(seed)
     return Training(setting, problem, setting.build(width, seed), rate, seed, way)
 
 
 def grown(setting: Setting, way: Way, rate: float, seed: int) -> Training:
-    """A network that has grown for the steps of the setting."""
+    """Grow a network for the steps of the setting, and return the training."""
     training = started(setting, setting.first, rate, seed, way)
     training.at("steps", setting.steps)
     training.finish()
@@ -375,7 +375,7 @@ def grown(setting: Setting, way: Way, rate: float, seed: int) -> Training:
 
 
 def tuned(setting: Setting, ways: Sequence[Way]) -> dict[str, Any]:
-    """The best of the rates by the loss on the probe at the last step, for each way and size; or why there is no such way."""
+    """Choose the best of the rates by the loss on the probe at the last step, for each way and size; or say why there is none."""
     found: dict[str, Any] = {}
     for arm in (*ways, *setting.sizes):
         losses = []
@@ -394,12 +394,12 @@ def tuned(setting: Setting, ways: Sequence[Way]) -> dict[str, Any]:
 
 
 def least_finite(loss: float) -> float:
-    """A loss that is to be compared: the largest of all where it is not finite."""
+    """Return a loss that can be compared: the largest of all where it is not finite."""
     return loss if math.isfinite(loss) else math.inf
 
 
 def static(setting: Setting, width: int, rate: float, seed: int) -> Training:
-    """A network of one width, trained for the steps of the setting."""
+    """Train a network of one width for the steps of the setting, and return the training."""
     training = started(setting, width, rate, seed)
     training.at("steps", setting.steps)
     return training
@@ -461,7 +461,7 @@ def study(setting: Setting, rates: Mapping[str, Any], seed: int) -> dict[str, An
 
 
 def untuned(setting: Setting, seeds: Sequence[int]) -> dict[str, Any]:
-    """Scores of growth by seconds at each rate, by seed, where growths in the first steps leave the rate as it is or scale it."""
+    """Return scores of growth by seconds at each rate and seed, where growths in the first steps leave the rate or scale it."""
     found: dict[str, Any] = {}
     for rate, seed in itertools.product(RATES, seeds):
         for kept, beginning in (("kept", BEGINNING), ("scaled", 0)):
@@ -472,7 +472,7 @@ def untuned(setting: Setting, seeds: Sequence[int]) -> dict[str, Any]:
 
 
 def report_untuned(figures: Mapping[str, Mapping[str, Any]]) -> str:
-    """The table of scores at rates that were not tuned."""
+    """Return the table of scores at rates that were not tuned."""
     lines = [f"| setting | {' | '.join(f'rate {rate:g}: scaled | kept | better by' for rate in RATES)} |"]
     lines.append("|---|" + "---|---|---|" * len(RATES))
     gains: dict[str, list[list[float]]] = {}
@@ -488,7 +488,7 @@ def report_untuned(figures: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 class Bypass(nn.Module):
-    """A head behind a frozen body, and so many units from the input into what the body returns; their last weights begin at 0."""
+    """Adds units to a frozen body, from the input into what it returns; their last weights begin at 0. A head reads the sum."""
 
     def __init__(self, network: nn.Sequential, units: int) -> None:
         super().__init__()
@@ -498,13 +498,13 @@ class Bypass(nn.Module):
         nn.init.zeros_(self.down.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, 64) -> (B, 10)."""
+        """Map digits (B, 64) to scores (B, 10)."""
         y: Tensor = self.head(self.body(x) + self.down(torch.relu(self.up(x))))
         return y
 
 
 def adapted(network: nn.Sequential, arm: str, added: int) -> nn.Module:
-    """The network of an arm, with at least so many parameters added where it adds some."""
+    """Return the network of an arm, with at least so many parameters added where it adds some."""
     before = size(network)
 
     def of(units: int) -> nn.Module:
@@ -547,28 +547,28 @@ def study_frozen(setting: Setting, rates: Mapping[str, float], seed: int) -> dic
 
 
 def tuned_frozen(setting: Setting) -> dict[str, Any]:
-    """The best of the rates by the loss on the probe, for each arm."""
+    """Choose the best of the rates by the loss on the probe, for each arm."""
     arms = ("seeds", *FROZEN_ARMS)
     runs = [study_frozen(setting, dict.fromkeys(arms, rate), TUNING) for rate in RATES]
     return {arm: RATES[int(np.argmin([least_finite(run[arm]["probe"]) for run in runs]))] for arm in arms}
 
 
 def kept(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What a file holds, made first where it is not there."""
+    """Return what a file holds, made first where it is not there."""
     if not path.exists():
         save_record(path, make())
     return load_record(path)
 
 
 def points(mine: float, other: float) -> float:
-    """How much better a score is, in hundredths of the accuracy, or in percent of the loss of the other."""
+    """Return how much better a score is, in hundredths of the accuracy, or in percent of the loss of the other."""
     return 100 * (mine - other) / (-other if other < 0 else 1)
 
 
 def report(
     figures: Mapping[str, Sequence[Mapping[str, Any]]], ratios: Sequence[float] = (2.0,), without: str | None = None
 ) -> str:
-    """The tables, of all settings whose figures are there.
+    """Return the tables, of all settings whose figures are there.
 
     ratios: the settings in which a step takes at least so many times as long at the end have means of their own.
     without: part of the names of settings that one more mean leaves out.
@@ -629,7 +629,7 @@ def report(
 
 
 def report_frozen(records: Sequence[Mapping[str, Any]]) -> str:
-    """The table of the frozen body."""
+    """Return the table of the frozen body."""
     lines = [
         "| frozen body | accuracy | seeds are better by | for the seconds of seeds | added | seconds |",
         "|" + "---|" * 6,

@@ -1,4 +1,4 @@
-"""What trials of candidates in copies of the rows are worth on `heal`, and their compute (bench/docs/heal.md).
+"""Measure what trials of candidates in copies of the rows are worth on `heal`, and their compute (bench/docs/heal.md).
 
     python bench/scripts/study_trials.py FOLDER --part fresh --cases 48 --starts 2 --steps 8
 
@@ -42,7 +42,7 @@ Floats = NDArray[np.float64]
 
 
 class Figures(NamedTuple):
-    """Figures (n,) of the cases. compute: of seeds and of trials, each as a share of what the host takes in an episode."""
+    """Holds figures (n,) of the cases. compute: of seeds and of trials, each as a share of what the host takes in an episode."""
 
     objective: Floats
     seeds: Floats
@@ -50,7 +50,7 @@ class Figures(NamedTuple):
 
 
 def contenders(steps: list[int]) -> dict[str, Contender]:
-    """The best fixed plan of bench/docs/heal.md, which is `uniform`, and the rules without and with trials."""
+    """Return the best fixed plan of bench/docs/heal.md, which is `uniform`, and the rules without and with trials."""
     found = {BEST: fixed([Placed(UNIFORM)])[UNIFORM.name]}
     for rule in RULES:
         found[rule] = _contender(rule, partial(get_controller, rule))
@@ -75,7 +75,7 @@ def _with_trials(rule: str, trials: TrialsConfig) -> Callable[[Config], Placemen
 
 
 def grown(folder: Path, name: str, contender: Contender, keys: list[int], seed: int) -> Figures:
-    """The figures of the cases under a contender, from the folder or grown now, ROWS at a time."""
+    """Return the figures of the cases under a contender, from the folder or grown now, ROWS at a time."""
     task, parts = heal(), []
     for start in range(0, len(keys), ROWS):
         chunk = keys[start : start + ROWS]
@@ -96,7 +96,7 @@ def grown(folder: Path, name: str, contender: Contender, keys: list[int], seed: 
 
 
 def points(ours: Floats, theirs: Floats) -> str:
-    """Mean of the paired difference (cases, starts), with its 95 % interval over cases."""
+    """Format the mean of the paired difference (cases, starts), with its 95 % interval over cases."""
     found = interval(mean_difference, [ours], [theirs])
     return f"{100 * found.value:+.1f} [{100 * found.low:+.1f}, {100 * found.high:+.1f}]"
 

@@ -1,4 +1,4 @@
-"""Rules on hosts with one damaged site and with two, and what plans at two slots bring (bench/docs/heal.md).
+"""Measure rules on hosts with one damaged site and with two, and what plans at two slots bring (bench/docs/heal.md).
 
     python bench/scripts/study_two_sites.py FOLDER --part training --starts 1 --plans --settings "two sites"
     python bench/scripts/study_two_sites.py FOLDER
@@ -59,7 +59,7 @@ TAUGHT: Mapping[str, Callable[[], Placement]] = {"drift (taught)": DriftRise, "s
 
 
 def without_drift(view: View) -> View:
-    """The view of a task that has no intact network."""
+    """Return the view of a task that has no intact network."""
     names, values = view.space.sensors, view.measurements.sensors.copy()
     values[..., [names.index(name) for name in ("drift", "drift_before")]] = np.nan
     return view._replace(measurements=view.measurements._replace(sensors=values))
@@ -77,7 +77,7 @@ THERE = " at the sites"
 
 
 def packed(wanted: Sequence[Sequence[Placed]]) -> dict[str, Contender]:
-    """Contenders that together plant all wanted plans of each case: the first of each case, then the second, and so on."""
+    """Return contenders that together plant all wanted plans of each case: the first of each case, then the second, and so on."""
     found = {}
     for layer in itertools.zip_longest(*wanted, fillvalue=Placed(NONE)):
         name = "plans-" + hashlib.sha256("|".join(placed.name for placed in layer).encode()).hexdigest()[:12]
@@ -86,19 +86,19 @@ def packed(wanted: Sequence[Sequence[Placed]]) -> dict[str, Contender]:
 
 
 def planting(layer: Sequence[Placed], config: Config) -> Fixed:
-    """The controller of a layer: a plan for each case. It does not depend on the config."""
+    """Return the controller of a layer: a plan for each case. It does not depend on the config."""
     return Fixed(layer)
 
 
 def at_sites(facts: Facts) -> list[Placed]:
-    """Plans at the slots behind the damaged segments: one at a slot, and one at both."""
+    """List the plans at the slots behind the damaged segments: one at a slot, and one at both."""
     slots = sorted({min(segment, LAST) for segment in facts.damage.segments})
     both = [Placed(SEVERAL, slots[0], tuple(slots[1:]))] if len(slots) > 1 else []
     return [*(Placed(MIXED, slot) for slot in slots), *both]
 
 
 def every_plan(facts: Sequence[Facts]) -> dict[str, list[Placed]]:
-    """VARIANTS at the damaged sites, all plans for one slot, and SEVERAL at each pair of slots."""
+    """List VARIANTS at the damaged sites, all plans for one slot, and SEVERAL at each pair of slots."""
     slots = [sorted({min(segment, LAST) for segment in each.damage.segments}) or [-1] for each in facts]
     found = {f"{plan.name}{THERE}": [Placed(plan, own[0], tuple(own[1:])) for own in slots] for plan in VARIANTS}
     pairs = [Placed(SEVERAL, one, (other,)) for one, other in itertools.combinations(range(SLOTS), 2)]
@@ -108,7 +108,7 @@ def every_plan(facts: Sequence[Facts]) -> dict[str, list[Placed]]:
 def scores_of(
     folder: Path, facts: Sequence[Facts], picked: Mapping[str, Sequence[Placed]], starts: int
 ) -> dict[str, Figures]:
-    """The figures (n, starts) of every controller and, with several starts, of the oracle."""
+    """Return the figures (n, starts) of every controller and, with several starts, of the oracle."""
     cases = zip(facts, zip(*picked.values(), strict=True), strict=True)
     wanted = [list(dict.fromkeys((*own, *at_sites(each)))) for each, own in cases]
     keys = [each.key for each in facts]
@@ -125,7 +125,7 @@ def scores_of(
 
 
 def best_of(found: Mapping[str, Figures], names: Sequence[str]) -> Figures:
-    """The best of some plans for each case, by the figures that are shown: more than any controller can reach."""
+    """Choose the best of some plans for each case, by the figures that are shown: more than any controller can reach."""
     which = np.stack([found[name].objective.mean(1) for name in names]).argmax(0)
     return taken(found, names, which[:, None])
 

@@ -1,4 +1,4 @@
-"""Whether units that a growth has kept can be removed again where the probe does not notice, and what the test data say.
+"""Test whether units that a growth has kept can be removed again where the probe does not notice, and what the test data say.
 
     python bench/scripts/study_unused_units.py             # 4 seeds of 4 settings, a minute on one core
 
@@ -23,7 +23,7 @@ Losses = Callable[[Tensor, Tensor], Tensor]
 
 
 def grown_units(network: nn.Module, widened: dict[str, tuple[int, int]]) -> list[Tensor]:
-    """The outgoing weights of every unit that growth has added."""
+    """List the outgoing weights of every unit that growth has added."""
     writes = [
         (part.out.weight, range(part.out.weight.shape[1])) for part in network.modules() if isinstance(part, MLPSeed)
     ]

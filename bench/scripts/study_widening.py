@@ -1,4 +1,4 @@
-"""Hidden layers that double from two units, in one's own loop, beside networks of the first and of the final size.
+"""Measure hidden layers that double from two units, in one's own loop, beside networks of the first and of the final size.
 
     python bench/scripts/study_widening.py                     # 8 seeds of 5 settings, about an hour on one core
     python bench/scripts/study_widening.py --seeds 2 digits
@@ -33,7 +33,7 @@ Data = tuple[NDArray[Any], NDArray[Any]]
 
 
 class Setting(NamedTuple):
-    """A data set, the width of the hidden layers at first and at the end, the steps, and whether the layers are convolutions."""
+    """Describes a data set, the first and the last width of the hidden layers, the steps, and whether layers are convolutions."""
 
     load: Callable[[], Data]
     widths: tuple[int, int]
@@ -42,12 +42,12 @@ class Setting(NamedTuple):
 
 
 def classes() -> Data:
-    """6 classes, 20 features, 4,000 examples."""
+    """Draw 4,000 examples of 6 classes with 20 features."""
     return make_classification(4000, 20, n_informative=12, n_classes=6, n_clusters_per_class=3, random_state=0)
 
 
 def fashion() -> Data:
-    """The first 20,000 training images of Fashion-MNIST, as rows of pixels."""
+    """Load the first 20,000 training images of Fashion-MNIST, as rows of pixels."""
     (x, y), _ = fashion_mnist()
     return x[:20_000].reshape(20_000, -1), y[:20_000]
 
@@ -62,7 +62,7 @@ SETTINGS: Mapping[str, Setting] = {
 
 
 def cnn(width: int, outputs: int) -> nn.Sequential:
-    """Two convolutions of 3 x 3 with pooling, for rows of 28 x 28 pixels."""
+    """Return two convolutions of 3 x 3 with pooling, for rows of 28 x 28 pixels."""
     return nn.Sequential(
         nn.Unflatten(1, (1, 28, 28)),
         nn.Conv2d(1, width, 3, padding=1),
@@ -77,7 +77,7 @@ def cnn(width: int, outputs: int) -> nn.Sequential:
 
 
 class Arm(NamedTuple):
-    """What an arm of one seed reached: test accuracy, test loss, CPU seconds."""
+    """Holds what an arm of one seed reached: test accuracy, test loss, CPU seconds."""
 
     accuracy: float
     loss: float
@@ -124,7 +124,7 @@ def train(
 
 
 def longer(state: Mapping[str, torch.Tensor], shape: torch.Size, squares: str) -> dict[str, torch.Tensor]:
-    """What AdamW remembers of a parameter, for one of a larger shape: new elements begin at 0, or their squares at the mean."""
+    """Return what AdamW remembers of a parameter, for a larger shape: new elements begin at 0, or their squares at the mean."""
     found = {"step": state["step"]}
     for key in ("exp_avg", "exp_avg_sq"):
         first = state[key].mean() if (key, squares) == ("exp_avg_sq", "mean") else state[key].new_zeros(())
