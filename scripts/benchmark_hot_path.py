@@ -153,7 +153,7 @@ def measure(case: Case, repeats: int, device: str) -> dict[str, Any]:
     scale = dict.fromkeys(steps, 1.0)
     if not case.cadences:
         bare = BareStack(task, first, task.objective.loss)
-        hold_against(bare, first)
+        check_same_work(bare, first)
         floors: dict[str, Step] = {"bare stack": bare.step}
         if not case.table.startswith("scale-"):
             floors["bare, torch's loss"] = BareStack(task, first, torch_loss).step
@@ -205,7 +205,7 @@ def take_turns(
     return {name: np.array(turns) for name, turns in seconds.items()}
 
 
-def hold_against(bare: BareStack, engine: VectorizedEngine) -> None:
+def check_same_work(bare: BareStack, engine: VectorizedEngine) -> None:
     """Check that the floor does the same work: on the same parameters its probe measures what the engine measured."""
     flat, measured = bare.probe(), engine.state.measurements
     rows = len(measured.loss)

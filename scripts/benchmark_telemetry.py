@@ -162,7 +162,7 @@ def measured(name: str, arguments: argparse.Namespace) -> list[LevelFigures]:
     """Measure every level on a task; the levels take turns, step by step."""
     with tempfile.TemporaryDirectory() as folder:
         turns = {
-            level: begun(name, level, arguments.envs, arguments.steps, arguments.controller, Path(folder))
+            level: start_turn(name, level, arguments.envs, arguments.steps, arguments.controller, Path(folder))
             for level in LEVELS
         }
         for step in range(arguments.steps):
@@ -205,14 +205,14 @@ def share_of_rows(name: str, envs: int, steps: int) -> float:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         levels: tuple[Level, ...] = ("off", "step")
-        turns = {level: begun(name, level, envs, steps, "heuristic", Path(folder)) for level in levels}
+        turns = {level: start_turn(name, level, envs, steps, "heuristic", Path(folder)) for level in levels}
         for _ in range(steps):
             for turn in turns.values():
                 take(turn)
         return journal_shares(turns)["step"]
 
 
-def begun(
+def start_turn(
     name: str, level: Level, envs: int, steps: int, controller: str, folder: Path, outputs: Sequence[Output] = ()
 ) -> Turn:
     """Start an episode of a population of a task. outputs: beside the file of the events."""
@@ -250,7 +250,7 @@ def take(turn: Turn) -> None:
 
 def reads(name: str, level: Level, controller: str, folder: Path) -> float:
     """Count the reads of the device in a step, as mean over eight steps of two environments."""
-    turn = begun(name, level, 2, 8, controller, folder)
+    turn = start_turn(name, level, 2, 8, controller, folder)
     with counted_reads() as found:
         for _ in range(8):
             take(turn)
@@ -345,7 +345,7 @@ def episode(
     Returns its seconds, those of the processor, its rows, the waits for room and their seconds, and the seconds of closing.
     """
     sleeps = Sleeps()
-    turn = begun(name, "step", arguments.envs, arguments.steps, arguments.controller, folder, make(sleeps))
+    turn = start_turn(name, "step", arguments.envs, arguments.steps, arguments.controller, folder, make(sleeps))
     begin, own = time.perf_counter(), time.process_time()
     for _ in range(arguments.steps):
         take(turn)

@@ -83,13 +83,13 @@ def main() -> None:
         lines.append(training_terminal(arguments.run, folder / "paced", *times))
         if arguments.grow:
             lines.append(growing_terminal(folder / "growing", arguments.grow, *times))
-    text = HEAD + said_of(arguments.run, arguments.machine) + table(lines)
+    text = HEAD + describe_run(arguments.run, arguments.machine) + table(lines)
     print(text)
     if arguments.out is not None:
         arguments.out.write_text(text, encoding="utf-8")
 
 
-def said_of(run: Path, machine: str) -> str:
+def describe_run(run: Path, machine: str) -> str:
     """Describe the run and the machine in words."""
     events, opened = run / EVENTS, esper.open_run(run)
     with open(events, "rb") as file:

@@ -204,7 +204,7 @@ def sleep(asked: argparse.Namespace) -> None:
         )
 
 
-class Measured(NamedTuple):
+class WorkerCosts(NamedTuple):
     """Holds what a worker computes and sends, measured on this machine; lists have one entry for each time it was measured."""
 
     steps: int  # of an episode
@@ -224,7 +224,7 @@ class Measured(NamedTuple):
         return self.latency + self.by_byte * size
 
 
-def measured(asked: argparse.Namespace) -> Measured:
+def measured(asked: argparse.Namespace) -> WorkerCosts:
     """Measure a worker whose environments sleep, and messages."""
     decide, prepare, descend, sizes = list[float](), list[float](), list[float](), list[int]()
     update, step, table = PPO.update, PPO._descend, Exchange.table
@@ -256,7 +256,7 @@ def measured(asked: argparse.Namespace) -> Measured:
     latency, by_byte, add = messages(gradients)
     descents = round(len(descend) / len(prepare))
     sleep = asked.sleep
-    return Measured(
+    return WorkerCosts(
         steps, sleep, decide, prepare[1:], descend, descents, max(sizes), gradients, latency, by_byte, add, uneven
     )
 
@@ -336,7 +336,7 @@ def exchanged(path: str, rank: int, size: int) -> tuple[float, float]:
 class Simulation:
     """Simulates rounds of a training with a shard for each of N workers, on some cores. Times are arrays (N,) [s]."""
 
-    def __init__(self, known: Measured, workers: int, cores: int, uneven: bool = False) -> None:
+    def __init__(self, known: WorkerCosts, workers: int, cores: int, uneven: bool = False) -> None:
         self.known, self.workers, self.cores, self.uneven = known, workers, cores, uneven
         self._draws = 0
 
@@ -434,7 +434,7 @@ def simulate(asked: argparse.Namespace) -> None:
             )
 
 
-def simulated(known: Measured, workers: int, cores: int, uneven: bool = False) -> tuple[float, float, float]:
+def simulated(known: WorkerCosts, workers: int, cores: int, uneven: bool = False) -> tuple[float, float, float]:
     """Return the medians over 20 rounds of a simulation."""
     simulation = Simulation(known, workers, cores, uneven)
     seconds, playing, computing = np.median([simulation.round() for _ in range(20)], axis=0).tolist()

@@ -36,7 +36,7 @@ class Place(NamedTuple):
     name: str
 
 
-class House:
+class Package:
     """Reads the modules of the package, their definitions, and what each module imports."""
 
     def __init__(self) -> None:
@@ -104,14 +104,14 @@ def stays(places: list[Place]) -> list[Place]:
     ]
 
 
-def called_once(house: House) -> list[Place]:
+def called_once(package: Package) -> list[Place]:
     """Return the private functions of fewer than SMALL lines whose name stands in the package once beside their definition."""
     words = Counter(
         word for path in SOURCE.rglob("*.py") for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))
     )
     return [
         place
-        for place, node in house.functions.items()
+        for place, node in package.functions.items()
         if place.name.startswith("_")
         and not place.name.startswith("__")
         and (node.end_lineno or 0) - node.lineno + 1 < SMALL
@@ -124,7 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--walks", action="store_true", help="print every stay of the walks")
     arguments = parser.parse_args()
-    house = House()
+    package = Package()
     files = list(SOURCE.rglob("*.py"))
     folders = Counter(path.parent for path in files)
     largest, most = folders.most_common(1)[0]
@@ -136,7 +136,7 @@ def main() -> None:
         ("lines of src/esper", sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)),
         ("files", len(files)),
         (f"largest folder ({largest.relative_to(SOURCE)})", most),
-        (f"private functions under {SMALL} lines that are called once", len(called_once(house))),
+        (f"private functions under {SMALL} lines that are called once", len(called_once(package))),
         ("lines of the README", len(readme)),
         ("line of its first Python", code[0] if code else None),
         ("line at which its first own loop begins", loop),
@@ -145,8 +145,8 @@ def main() -> None:
         print(f"{value!s:>7}  {name}")
     for name, module, function, parameter in WALKS:
         entry = Place(module, "", function)
-        entry = entry if entry in house.functions else Place(module, function, "__init__")
-        route = stays(list(house.walk(entry, frozenset([parameter]), set())))
+        entry = entry if entry in package.functions else Place(module, function, "__init__")
+        route = stays(list(package.walk(entry, frozenset([parameter]), set())))
         print(f"{len(route):7}  stays of {name}, in {len({place.module for place in route})} files")
         for place in route if arguments.walks else ():
             print(f"           {place.module}: {'.'.join(filter(None, (place.owner, place.name)))}")

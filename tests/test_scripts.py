@@ -349,7 +349,7 @@ def test_the_damaged_networks_are_healed_by_one_command(model, intact, data, tmp
 def a_measured_worker(**over):
     known = {"steps": 3, "sleep": 2.0, "decide": [0.0], "prepare": [0.0], "descend": [0.0], "descents": 2}
     known |= {"statistics": 0, "gradients": 10, "latency": 0.0, "by_byte": 0.0, "add": 0.0, "uneven": [1.0]}
-    return benchmark_workers.Measured(**known | over)
+    return benchmark_workers.WorkerCosts(**known | over)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5, 8, 512])

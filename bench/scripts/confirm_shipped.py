@@ -80,7 +80,7 @@ def bypass() -> Contender:
     return schedule(BYPASS, [{"at": 0, "op": "germinate", "blueprint": "bypass-linear", "keep": True, "slot": slot}])
 
 
-class Waits(Handover):
+class SkipAfterWait(Handover):
     """Decides by `SkipWhereWeak` in every environment."""
 
     def pick(self, view: Any) -> Picks:
@@ -88,8 +88,8 @@ class Waits(Handover):
         return Picks([HANDED] * envs, np.full(envs, -1), [""] * envs)
 
 
-def _waits(config: Config, wait: int) -> Waits:
-    return Waits(SkipWhereWeak(config.heuristic, config.gates, wait))
+def _waits(config: Config, wait: int) -> SkipAfterWait:
+    return SkipAfterWait(SkipWhereWeak(config.heuristic, config.gates, wait))
 
 
 def waiting(wait: int) -> Contender:
@@ -119,7 +119,7 @@ def grown(
     return dict(zip(names, found.figures.objective, strict=True))
 
 
-class Confirmed(NamedTuple):
+class Confirmation(NamedTuple):
     """Holds J (N, 1) by network on the fresh instances of a source, and the keys."""
 
     source: str
@@ -140,7 +140,7 @@ class Confirmed(NamedTuple):
         }
 
 
-def confirmed(folder: Path) -> list[Confirmed]:
+def confirmed(folder: Path) -> list[Confirmation]:
     """Grow every source with `skip-mlp` in the menu and without it.
 
     `heuristic` and what it is compared with beside `shipped` plant no skip, so their networks are the same with both menus and
@@ -158,11 +158,11 @@ def confirmed(folder: Path) -> list[Confirmed]:
             (bypass(), ()),
         ):
             scores |= grown(place, source.full, FULL, contender, static)
-        found.append(Confirmed(name, True, source.keys, scores))
+        found.append(Confirmation(name, True, source.keys, scores))
         without = dict(scores)
         for contender, static in ((ours, ("plain",)), (before, ())):
             without |= grown(place, source.own, {}, contender, static)
-        found.append(Confirmed(name, False, source.keys, without))
+        found.append(Confirmation(name, False, source.keys, without))
     return found
 
 

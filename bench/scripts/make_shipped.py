@@ -31,7 +31,7 @@ from confirm_shipped import (
     OURS,
     RULE,
     WAITS,
-    Confirmed,
+    Confirmation,
     confirmed,
     sources,
     waited,
@@ -265,7 +265,7 @@ def healed(folder: Path, training: Cases) -> dict[str, Any]:
     }
 
 
-def trained(folder: Path, training: Cases, grown: Sequence[Confirmed]) -> dict[str, Any]:
+def trained(folder: Path, training: Cases, grown: Sequence[Confirmation]) -> dict[str, Any]:
     """Measure the facts of TRAIN, of the fresh instances with the full menu."""
     full = [each for each in grown if each.skip]
     families = [axes(each.source, sources()[each.source].describe(key)) for each in full for key in each.keys]

@@ -106,7 +106,7 @@ class Uncorrected(Certificates):
         return Uncorrected(*state._replace(budget=np.full(len(state.budget), ALPHA / MOST)))
 
 
-class Kept(NamedTuple):
+class KeepCounts(NamedTuple):
     """Counts what the runs of a study kept; every field is (runs,)."""
 
     true: np.ndarray[Any, Any]  # seeds with a contribution above 0 on the held examples when they were kept
@@ -125,7 +125,7 @@ def play(
     start: int = 0,
     corrected: bool = True,
     lot: int = LOT,
-) -> Kept:
+) -> KeepCounts:
     """Grow `runs` networks from instance `start` on, in lots, and measure each kept seed on held examples as it is kept."""
     lots = []
     for first in range(start, start + runs, lot):
@@ -168,8 +168,8 @@ def play(
             view, outcome = engine.step(actions)
             trials += (unseen & ~np.isnan(view.measurements.certificate)).sum(1)
             counts += outcome.accepted & kept & np.stack([helps, ~helps])
-        lots.append(Kept(*counts, trials))
-    return Kept(*map(np.concatenate, zip(*lots, strict=True)))
+        lots.append(KeepCounts(*counts, trials))
+    return KeepCounts(*map(np.concatenate, zip(*lots, strict=True)))
 
 
 def interval(hits: int, count: int) -> str:

@@ -231,7 +231,7 @@ class Exam(NamedTuple):
     rows: int = ROWS
 
 
-class Told(Progress):
+class ValidationLines(Progress):
     """Says how a training goes on whenever it was validated."""
 
     def __init__(self, name: str) -> None:
@@ -342,7 +342,7 @@ def train_one(training: Training, folder: Path, settings: Sequence[Mapping[str, 
     ours = {"task": task.name, "tasks": [task.name], "controller": "ppo", "seed": training.seed}
     length = {"ppo": {"rounds": ROUNDS[training.preset], "imitation_rounds": 8}}
     config = build_config(task.defaults, TRAINING, length, *settings, ours)
-    summary = train([task], [config], folder, Told(training.name), Opening(overwrite=True))
+    summary = train([task], [config], folder, ValidationLines(training.name), Opening(overwrite=True))
     return f"{training.name} {summary['status']} in {summary['seconds']:.0f} s"
 
 
@@ -472,7 +472,7 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def told(estimate: Sequence[float | None], form: str) -> str:
+def format_estimate(estimate: Sequence[float | None], form: str) -> str:
     """Format an estimate with its interval; what was not measured is shown as "?"."""
     value, low, high = ("?" if number is None else format(number, form) for number in estimate)
     return f"{value} [{low}, {high}]"
@@ -489,9 +489,9 @@ def figures(row: Record) -> Record:
     """Return what a contender came to, as a row of a table."""
     return {
         "controller": row["name"],
-        "J": told(row["objective"], ".3f"),
-        "interquartile mean": told(row["iqm"], ".3f"),
-        "accuracy": told(row["metric"], ".3f"),
+        "J": format_estimate(row["objective"], ".3f"),
+        "interquartile mean": format_estimate(row["iqm"], ".3f"),
+        "accuracy": format_estimate(row["metric"], ".3f"),
         "parameters added": f"{row['added_params'][0]:.0f}",
         "seeds kept": f"{row['kept'][0]:.2f}",
         "seconds": f"{row['seconds']:.0f}",
@@ -502,9 +502,9 @@ def comparisons(row: Record) -> Record:
     """Return paired differences, as a row of a table."""
     cells = {"controller": row["name"]}
     for rival, pair in row["against"].items():
-        cells[f"J less that of {rival}"] = told(pair["objective"], "+.3f")
-        cells[f"accuracy less that of {rival}"] = told(pair["metric"], "+.3f")
-        cells[f"P(better than {rival})"] = told(pair["probability"], ".2f")
+        cells[f"J less that of {rival}"] = format_estimate(pair["objective"], "+.3f")
+        cells[f"accuracy less that of {rival}"] = format_estimate(pair["metric"], "+.3f")
+        cells[f"P(better than {rival})"] = format_estimate(pair["probability"], ".2f")
     return cells
 
 
@@ -516,7 +516,7 @@ def shares(rows: Sequence[Record], oracle: float, best_there: float) -> list[str
         {
             "controller": name,
             "J": f"{row['objective'][0]:.3f}",
-            "share, best fixed here": told(
+            "share, best fixed here": format_estimate(
                 [d and d / (oracle - best) for d in row["against"][BEST]["objective"]], ".0%"
             ),
             "share, best fixed there": f"{(row['objective'][0] - best_there) / (oracle - best_there):.0%}",

@@ -50,7 +50,7 @@ SETTINGS: Mapping[str, Setting] = {
 }
 
 
-class Trained(NamedTuple):
+class TrainingResult(NamedTuple):
     """Holds what a training reached: loss on the validation split, accuracy on the test split, seconds, and parameters."""
 
     loss: float
@@ -66,7 +66,9 @@ def splits(task: Task) -> dict[str, Pair]:
     return {name: (task.read(split.x).flatten(1), split.y) for name, split in named.items()}
 
 
-def trained(data: Mapping[str, Pair], setting: Setting, width: int, rate: float, seed: int, steps: int) -> Trained:
+def trained(
+    data: Mapping[str, Pair], setting: Setting, width: int, rate: float, seed: int, steps: int
+) -> TrainingResult:
     """Train a network of a width, and measure it."""
     torch.manual_seed(seed)
     network = setting.build(width)
@@ -87,7 +89,7 @@ def trained(data: Mapping[str, Pair], setting: Setting, width: int, rate: float,
         )
     loss = float(nn.functional.cross_entropy(validation, data["validation"][1]))
     accuracy = float((test.argmax(1) == data["test"][1]).double().mean())
-    return Trained(loss, accuracy, seconds, sum(each.numel() for each in network.parameters()))
+    return TrainingResult(loss, accuracy, seconds, sum(each.numel() for each in network.parameters()))
 
 
 def frontier(name: str, seeds: Sequence[int], quick: bool) -> str:

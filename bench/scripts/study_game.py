@@ -123,7 +123,7 @@ def grown(task: AnyTask, contender: Contender, keys: NDArray[np.int64], seed: in
     return np.concatenate(parts)
 
 
-class Played(NamedTuple):
+class GameScores(NamedTuple):
     """Holds J of every controller on the fresh instances, by name, each (instances,): of an arm, the mean over its trainings."""
 
     worth: dict[str, Floats]
@@ -132,7 +132,7 @@ class Played(NamedTuple):
     kinds: list[str]  # (instances,) of damage
 
 
-def played(out: Path, folders: dict[str, list[Path]], first: int, instances: int, episodes: int) -> Played:
+def played(out: Path, folders: dict[str, list[Path]], first: int, instances: int, episodes: int) -> GameScores:
     """Play the held-out instances from the one with the number `first` on, under the trained policies and every opponent.
 
     episodes: of the search for the best fixed plan, and of fitting trees.
@@ -155,7 +155,7 @@ def played(out: Path, folders: dict[str, list[Path]], first: int, instances: int
     trainings = {arm: np.stack([worth.pop(f"{arm}: {path}") for path in own]) for arm, own in folders.items()}
     means = {arm: each.mean(0) for arm, each in trainings.items()}
     kinds = [describe(key, UNKNOWN_HOSTS).damage.kind.value for key in found["instance_keys"]]
-    return Played({**means, **worth}, trainings, episodes, kinds)
+    return GameScores({**means, **worth}, trainings, episodes, kinds)
 
 
 def ceiling(out: Path, first: int, instances: int, placements: int) -> Floats:
@@ -181,7 +181,7 @@ def planting(placed: Placed, config: Config) -> Fixed:
     return Fixed([placed])
 
 
-def table(found: Played, best_placed: Floats | None, cost: dict[str, int]) -> list[str]:
+def table(found: GameScores, best_placed: Floats | None, cost: dict[str, int]) -> list[str]:
     """Tabulate J on the fresh instances, what learned policies have above each, paired by instance, and each training alone."""
     rows, arms, many = dict(found.worth), list(found.trainings), len(found.kinds)
     if best_placed is not None:

@@ -113,7 +113,7 @@ ORACLE_OTHER = "best plan of the instance by another start"
 NAMES = {LEARNED: "**learned**: PPO alone", TAUGHT: "**taught**: PPO after imitating the rule by the gradient"}
 
 
-class Played(NamedTuple):
+class Objectives(NamedTuple):
     """Holds J of a controller on some instances, each (I,)."""
 
     probe: Floats
@@ -122,7 +122,7 @@ class Played(NamedTuple):
 
 def played(
     make: Callable[[Config], Controller], keys: NDArray[np.int64], probe: Mapping[str, Any], start: int = 0
-) -> Played:
+) -> Objectives:
     """Let a controller play instances, one start each. probe: what it is measured."""
     parts = []
     for chunk in np.split(keys, range(ROWS, len(keys), ROWS)):
@@ -134,7 +134,7 @@ def played(
         scores = StopScores(engine, [split for key in chunk.tolist() if (split := TASK.test_split(key)) is not None])
         play(engine, client, scores)
         parts.append([scores.probe, scores.given])
-    return Played(*np.concatenate(parts, 1))
+    return Objectives(*np.concatenate(parts, 1))
 
 
 def kept(
@@ -143,7 +143,7 @@ def kept(
     keys: NDArray[np.int64],
     probe: Mapping[str, Any] = RULES_SEE,
     start: int = 0,
-) -> Played:
+) -> Objectives:
     """Return what `played` gives, from a file where it was made before."""
     if not path.is_file():
         found = played(make, keys, probe, start)
@@ -151,13 +151,13 @@ def kept(
     figures = load_figures(path)
     if not np.array_equal(figures["keys"], keys):
         raise InputError(f"{path} is of other instances; name another folder, or delete the file")
-    return Played(figures["probe"], figures["test"])
+    return Objectives(figures["probe"], figures["test"])
 
 
-def every_plan(out: Path, keys: NDArray[np.int64], start: int = 0) -> Played:
+def every_plan(out: Path, keys: NDArray[np.int64], start: int = 0) -> Objectives:
     """Return J of every plan, each (P, I)."""
     found = [kept(out / f"{at}.npz", partial(as_it_is, plan), keys, start=start) for at, plan in enumerate(PLANS)]
-    return Played(np.stack([each.probe for each in found]), np.stack([each.test for each in found]))
+    return Objectives(np.stack([each.probe for each in found]), np.stack([each.test for each in found]))
 
 
 def as_it_is(controller: Controller, config: Config) -> Controller:

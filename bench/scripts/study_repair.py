@@ -162,7 +162,7 @@ class Study(NamedTuple):
         return [*rows, *learned, Row(LEARNED, *together)]
 
 
-class Abreast(Rule):
+class SideBySide(Rule):
     """Runs several schedules, each for an equal share of the environments."""
 
     def __init__(self, schedules: Sequence[Schedule]) -> None:
@@ -215,7 +215,7 @@ def halving(task: str, plans: Sequence[list[Record]], instances: int, settings: 
         ):
             instance = np.tile(some[start : start + ROWS], len(group))
             abreast = Contender(
-                "plans", PERMISSIVE, lambda config, group=group: Abreast([of_lines(plans[i]) for i in group])
+                "plans", PERMISSIVE, lambda config, group=group: SideBySide([of_lines(plans[i]) for i in group])
             )
             config = contender_config(sealed, abreast, [settings], SEARCH_SEED, "training", 0, len(instance))
             _, outcome, _ = grow_contender(sealed, abreast, config, instance)

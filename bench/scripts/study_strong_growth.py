@@ -129,7 +129,7 @@ class UNet(nn.Module):
         return y.mT
 
 
-def by_place(output: Tensor, target: Tensor) -> Tensor:
+def cross_entropy_by_position(output: Tensor, target: Tensor) -> Tensor:
     """Return the cross-entropy of logits (B, L, K) and classes (B, L)."""
     return nn.functional.cross_entropy(output.mT, target)
 
@@ -168,7 +168,7 @@ def tagged_bytes() -> Pair:
 def gru_tagger(seed: int) -> Problem:
     """Return the problem of the kinds of the bytes of Python."""
     pairs = divided(*tagged_bytes(), (8000, 256, 1000), seed)
-    return Problem(nn.Identity(), *pairs, by_place, "")
+    return Problem(nn.Identity(), *pairs, cross_entropy_by_position, "")
 
 
 def signals(seed: int) -> Problem:
@@ -186,7 +186,7 @@ def signals(seed: int) -> Problem:
     x = np.where(late, waves[1], waves[0]) + 0.5 * draw.normal(size=(count, 64))
     y = np.where(late, kinds[1], kinds[0])
     pairs = divided(torch.tensor(x[:, None], dtype=torch.float32), torch.tensor(y), (3500, 300, 1200), seed)
-    return Problem(nn.Identity(), *pairs, by_place, "")
+    return Problem(nn.Identity(), *pairs, cross_entropy_by_position, "")
 
 
 @cache
