@@ -16,25 +16,26 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SOURCES = sorted((ROOT / "src" / "esper").rglob("*.py"))
 DESCRIBED = [
     path
-    for root in ("src", "tests", "examples", "bench/src", "bench/tests")
+    for root in ("src", "scripts", "tests", "examples", "bench/src", "bench/scripts", "bench/tests")
     for path in sorted((ROOT / root).rglob("*.py"))
 ]
 """Files whose docstrings all begin with a verb."""
 DISTRIBUTIONS = {"PIL": "pillow"}
 """Of modules that have another name than what pip installs."""
 VERBS = """
-add advance answer append apply ask attach attend attribute average be begin blend bound build cache call carry certify
-change check choose classify close combine compare compile complete compute concatenate connect consolidate continue
-convert convolve copy correct count create credit cut damage decide decode define derive describe detect differentiate digest
-divide do draw drop edit emit empty end enter estimate evaluate examine exchange expand explain export fill find
-finish fit flatten flush fold follow forget frame free freeze fuse give go group grow handle heal hear help hold
-ignore imitate import incubate interpolate issue iterate join judge keep kill learn leave let list load lock look make
-map mark measure merge mix move multiply name normalise note notice number observe offer open order pack pad pair parse
-pass pay pick pickle place plan plant play predict print probe propose pull put queue raise rank reactivate read
-rebuild receive recognise record refuse register release remove reorder repair repeat replace report restore resume
-return reward rewrite roll round run sample save say scale score search seed select send separate serve set shard
-share shift shorten show shrink skip sort split spread stack start stop store subtract sum summarise take tell test
-track train transform transpose treat try turn unpack update wait warn widen wrap write yield
+add advance anneal answer append apply ask attach attend attribute average be begin blend bound break build cache call
+carry certify change check choose classify clip close collect combine compare compile complete compute concatenate
+connect consolidate continue convert convolve copy correct count create credit cut damage decide decode define derive
+describe detect differentiate digest divide do draw drop edit emit empty end enter estimate evaluate examine exchange
+expand explain export fail fill find finish fit flatten flip flush fold follow forget format frame free freeze fuse
+give go group grow handle hash heal hear help hold ignore imitate import incubate interpolate issue iterate join judge
+keep kill learn leave let list load lock look make map mark measure merge mix move multiply name normalise note notice
+number observe offer open order pack pad pair parse pass pay pick pickle place plan plant play predict print probe
+profile propose pull put queue raise rank reactivate read rebuild receive recognise record refuse register release
+remove reorder repair repeat replace report restore resume return reward rewrite roll round run sample save say scale
+score search seed select send separate serve set shard share shift shorten show shrink simulate skip sort split spread
+stack start stop store subtract sum summarise tabulate take tell test time track train transform transpose treat try
+turn unpack update wait warn watch widen wrap write yield
 """
 
 
