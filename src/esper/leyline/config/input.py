@@ -52,7 +52,7 @@ def to_sections(layer: Mapping[Any, Any], model: type[BaseModel]) -> dict[str, A
         section = _section(model, first)
         if section is not None and isinstance(inner, Mapping):
             inner = to_sections(inner, section)
-        nested[first] = _joined(nested[first], inner, first) if first in nested else inner
+        nested[first] = merged(nested[first], inner, first) if first in nested else inner
     return nested
 
 
@@ -135,11 +135,11 @@ def _keys(model: type[BaseModel], path: str = "") -> Iterator[str]:
             yield from _keys(inner, f"{path}{name}.")
 
 
-def _joined(one: Any, other: Any, name: str) -> Any:
-    """Return two values of one section, of the same layer, merged. InputError if both set the same key."""
+def merged(one: Any, other: Any, name: str = "") -> Any:
+    """Return two values of a section merged, of which `other` wins; InputError if both set a key of the same layer, `name`."""
     if not isinstance(one, Mapping) or not isinstance(other, Mapping):
-        raise InputError(f"the config key {show(name)} is given twice in one mapping; keep one of them")
-    joined = dict(one)
-    for inner, value in other.items():
-        joined[inner] = _joined(one[inner], value, f"{name}.{inner}") if inner in one else value
-    return joined
+        if name:
+            raise InputError(f"the config key {show(name)} is given twice in one mapping; keep one of them")
+        return other
+    inner = {key: merged(one[key], value, name and f"{name}.{key}") for key, value in other.items() if key in one}
+    return {**one, **other, **inner}

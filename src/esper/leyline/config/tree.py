@@ -8,13 +8,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from itertools import pairwise
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import pydantic
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from esper.leyline.config.input import dotted, explain, show, to_sections
+from esper.leyline.config.input import dotted, explain, merged, show, to_sections
 from esper.leyline.config.parsing import NUMBERS, parse_yaml
 from esper.leyline.distribution import TARGETS
 from esper.leyline.errors import InputError
@@ -50,11 +50,13 @@ class Section(BaseModel):
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _refuse_booleans_and_large_numbers(cls, data: Any) -> Any:
-        """Refuse true and false where a number is expected, and whole numbers above `LARGE`."""
-        for name, value in data.items() if isinstance(data, Mapping) else ():
+    def _check_booleans_and_large_numbers(cls, data: Any) -> Any:
+        """Take true and false for on and off, as which YAML reads these; refuse them as numbers, and whole ones above `LARGE`."""
+        for name, value in dict(data).items() if isinstance(data, Mapping) else ():
             annotation = cls.model_fields[name].annotation if name in cls.model_fields else None
-            if isinstance(value, bool) and annotation in (int, float, float | None):
+            if isinstance(value, bool) and (word := "on" if value else "off") in get_args(annotation):
+                data = {**data, name: word}
+            elif isinstance(value, bool) and annotation in (int, float, float | None):
                 raise ValueError(f"{name} is {value}; give a number")
             listed = value if annotation == tuple[int, ...] and isinstance(value, list | tuple) else ()
             if any(isinstance(each, bool) for each in listed):
@@ -266,11 +268,6 @@ class TelemetryConfig(Section):
     exporters: tuple[str, ...] = ()
     """targets to which the run is exported while it goes on, of tensorboard, wandb, mlflow and trackio, into exports/TARGET
     beside the run folder; each needs its extra (`esper docs exporters`); and outputs of other packages (`esper docs plugins`)"""
-
-    @pydantic.field_validator("level", mode="before")
-    @classmethod
-    def _accept_false(cls, value: Any) -> Any:
-        return "off" if value is False else value  # YAML reads off without quotes as false
 
     @pydantic.field_validator("exporters", mode="before")
     @classmethod
@@ -565,11 +562,6 @@ class Config(GrowthConfig):
             raise ValueError("give auto, cpu, cuda or cuda:i, such as cuda:0")
         return value
 
-    @pydantic.field_validator("amp", "compile", mode="before")
-    @classmethod
-    def _read_off(cls, value: Any) -> Any:
-        return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value  # as YAML reads them
-
     _parse_baselines = pydantic.field_validator("baselines", mode="before")(baseline_names)
 
     @pydantic.model_validator(mode="after")
@@ -626,24 +618,16 @@ def merge_settings(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
     `steps` and `epochs` are two ways to set one length: a layer that sets one of them removes the other of earlier layers.
     """
-    merged: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for layer in layers:
         if not isinstance(layer, Mapping):
             raise InputError(f"a config is {show(layer)}; give a mapping of keys to values, such as {{'steps': 24}}")
-        later = _without_twin(to_sections(layer, Config), merged)
+        later = _without_twin(to_sections(layer, Config), settings)
         for name, other in (("steps", "epochs"), ("epochs", "steps")):
             if later.get(name) is not None and later.get(other) is None:
-                merged.pop(other, None)
-        merged = _merge(merged, later)
-    return merged
-
-
-def _merge(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(earlier)
-    for name, value in later.items():
-        old = merged.get(name)
-        merged[name] = _merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    return merged
+                settings.pop(other, None)
+        settings = merged(settings, later)
+    return settings
 
 
 def _without_twin(layer: Mapping[str, Any], earlier: Mapping[str, Any]) -> Mapping[str, Any]:
