@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 
 import esper
-from esper.tasks.hosts.factories import room_for
 
 TASKS = ("breast-cancer-plain", "spirals")
 """The controls. iris and wine are for tests alone. On digits half of the width costs .6 points, so they are none."""
@@ -55,7 +54,7 @@ def sized(task: Any, factor: float) -> Any:
     """Return the task on a host whose widths are multiplied by a factor."""
     host = task.host
     host = replace(host, width=round(factor * host.width), hidden=tuple(round(factor * size) for size in host.hidden))
-    return replace(task, host=host, room=room_for(host))
+    return replace(task, host=host, room=host.room())
 
 
 def sizes(task: Any, keys: int) -> tuple[str, float]:

@@ -24,7 +24,6 @@ from esper.tasks.hosts.factories import (
     ResidualCNN,
     ResidualMLP,
     host_from,
-    room_for,
 )
 
 FACTORY = MLP(inputs=7, width=6, hidden=(3, 1, 4), outputs=5)
@@ -77,7 +76,7 @@ def test_a_plain_network_is_the_smallest_even_one_of_so_many_parameters(factory:
 
 
 def test_a_smaller_residual_host_computes_the_same_in_the_corner_of_its_layout() -> None:
-    host, layout = RESIDUAL().double(), room_for(RESIDUAL).host()
+    host, layout = RESIDUAL().double(), RESIDUAL.room().host()
     row = Stack(layout, 1, dtype=torch.float64)
     row.write(0, host)
     x = torch.randn(1, 9, 7, dtype=torch.float64)

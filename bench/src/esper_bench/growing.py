@@ -22,7 +22,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.stages import ADDED, Stage, among
 from esper.leyline.lifecycle.view import Floats, Outcome, View
 from esper.simic.rewards import Components
-from esper.tasks.hosts.factories import MLP, room_for
+from esper.tasks.hosts.factories import MLP
 from esper.tasks.objectives import Classification
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import Observer, Step
@@ -108,7 +108,7 @@ def sample(key: int) -> Instance:
 
 def grow_unknown() -> Mixture:
     """Sample networks with blocks of unequal width that train from scratch, to be stopped at an unknown compute."""
-    room = room_for(MLP(INPUTS, max(WIDTHS), (max(HIDDEN),) * BLOCKS, CLASSES), outputs=CLASSES)
+    room = MLP(INPUTS, max(WIDTHS), (max(HIDDEN),) * BLOCKS, CLASSES).room()
     return Mixture(
         name="grow-unknown",
         summary="networks with narrow blocks that train from scratch to an unknown stop: where, how much and when to grow",

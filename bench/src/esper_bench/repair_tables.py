@@ -44,7 +44,7 @@ def repair_tables() -> Mixture:
     mixture = repair.repair()
     room = mixture.room.host
     assert isinstance(room, DamagedMLP)
-    inputs = -(-max(_features(task) for task in tasks) // 4) * 4  # as `room_for` rounds
+    inputs = -(-max(_features(task) for task in tasks) // 4) * 4  # as the room of a host rounds
     classes = max(task.objective.outputs for task in tasks)
     held = max(len(_read(task, part).y) for task in tasks for part in ("validation", "test"))
     return replace(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from esper.leyline.data.task import Task
-from esper.tasks.hosts.factories import MLP, VECTOR_MENU, ResidualMLP, VectorHost, room_for
+from esper.tasks.hosts.factories import MLP, VECTOR_MENU, ResidualMLP, VectorHost
 from esper.tasks.objectives import Classification
 from esper.tasks.splits import scaling_of, split
 
@@ -51,7 +51,7 @@ def digits_narrow(hidden: tuple[int, ...] = (4, 12, 5), width: int = 16) -> Task
     middle block adds almost nothing.
     """
     host = MLP(inputs=64, width=width, hidden=hidden, outputs=10)
-    return replace(digits(), name="digits-narrow", summary=NARROW, host=host, room=room_for(host))
+    return replace(digits(), name="digits-narrow", summary=NARROW, host=host, room=host.room())
 
 
 def classical(name: str) -> Task:
@@ -83,7 +83,7 @@ def table_task(
         name=name,
         summary=summary,
         host=host,
-        room=room_for(host),
+        room=host.room(),
         **splits._asdict(),
         scaling=scaling_of(splits.train.x),
         objective=Classification(host.outputs),

@@ -18,7 +18,7 @@ from esper.kasmina.host import SegmentedHost
 from esper.leyline.config.tree import build_config
 from esper.leyline.data import keys
 from esper.leyline.data.task import Task
-from esper.tasks.hosts.factories import MLP, ResidualMLP, VectorHost, room_for
+from esper.tasks.hosts.factories import MLP, ResidualMLP, VectorHost
 from esper.tasks.small import table_task
 
 DATA = "2,048 points on two interleaved spirals"
@@ -134,7 +134,7 @@ def spirals_trained() -> Task:
         name="spirals-trained",
         summary=TRAINED,
         host=Trained(SMALL, task),
-        room=room_for(SMALL),
+        room=SMALL.room(),
         defaults={
             "steps": 24,
             "data": {"batch_size": 64, "batches_per_step": 8},

@@ -14,15 +14,19 @@ from esper.tasks.hosts.feedforward import MLP as MLP
 from esper.tasks.hosts.feedforward import DamagedMLP as DamagedMLP
 from esper.tasks.hosts.feedforward import ResidualCNN as ResidualCNN
 from esper.tasks.hosts.feedforward import ResidualMLP as ResidualMLP
-from esper.tasks.hosts.feedforward import room_for as room_for
 from esper.tasks.hosts.sequential import GRU as GRU
 from esper.tasks.hosts.sequential import Transformer as Transformer
 
 # The default menus. None has a skip from the host's input, because such a seed would leave a controller nothing to decide.
 VECTOR_MENU = ("bypass-linear", "bypass-mlp", "mlp-small")
 MAP_MENU = ("bypass-conv-3x3", "bypass-conv-1x1", "conv-light", "squeeze-excite")
-VOLUME_MENU = ("bypass-conv-3x3x3", "bypass-conv-1x1x1", "conv-light", "squeeze-excite")
 SEQUENCE_MENU = ("bypass-mlp", "mlp-small", "causal-conv", "attention")
+MENUS = {
+    Kind.VECTOR: VECTOR_MENU,
+    Kind.MAP: MAP_MENU,
+    Kind.SEQUENCE: SEQUENCE_MENU,
+    Kind.VOLUME: ("bypass-conv-3x3x3", "bypass-conv-1x1x1", "conv-light", "squeeze-excite"),
+}
 
 VectorHost = MLP | ResidualMLP
 
@@ -91,15 +95,8 @@ def _outputs(of: str, classes: int | None, outputs: int | None) -> int:
 
 def menu_of(host: SegmentedHost) -> tuple[str, ...]:
     """Return the default menu of a host: blueprints for the kinds of stream at its slots."""
-    menus = {
-        Kind.VECTOR: VECTOR_MENU,
-        Kind.MAP: MAP_MENU,
-        Kind.SEQUENCE: SEQUENCE_MENU,
-        Kind.VOLUME: VOLUME_MENU,
-    }
     kinds = {slot.kind for slot in host.slots}
-    names = [name for kind, menu in menus.items() if kind in kinds for name in menu]
-    return tuple(dict.fromkeys(names))
+    return tuple(dict.fromkeys(name for kind, menu in MENUS.items() if kind in kinds for name in menu))
 
 
 MOST_BLOCKS, WIDEST = 1024, 2**24

@@ -100,6 +100,8 @@ class _Dense(HostFactory):
     hidden: tuple[int, ...]  # inner width of each block
     outputs: int
 
+    residual: ClassVar[bool]  # whether a block adds to its input
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.hidden:
@@ -114,21 +116,32 @@ class _Dense(HostFactory):
         host.stacks = True
         return host
 
-    def room(self, hosts: Sequence["MLP | ResidualMLP"], outputs: int) -> Room:
-        """Return the layout of rows that hold `hosts`, all of the depth of this one, with at least `outputs` outputs."""
-        return room_for(*hosts, outputs=outputs)
+    def room(self, others: Sequence["_Dense"] = (), outputs: int = 1) -> Room:
+        """Return the layout of rows for this host and others of its class and depth, with at least `outputs` outputs.
+
+        Widths are rounded up to multiples of 4, which aligns every row of a stack to 16 bytes. The last bit of a matrix product
+        can depend on the alignment of its result, so a row's numbers would otherwise depend on its index in the population.
+        """
+        hosts = (self, *others)
+
+        def up(widths: Iterable[int]) -> int:
+            return -(-max(widths) // 4) * 4
+
+        hidden = tuple(up(inner) for inner in zip(*(host.hidden for host in hosts), strict=True))
+        sizes = {name: up(getattr(host, name) for host in hosts) for name in ("inputs", "width")}
+        layout = replace(self, **sizes, hidden=hidden, outputs=max(outputs, *(host.outputs for host in hosts)))
+        return Room(layout, (layout.inputs,))
 
     def _even(self, width: int) -> Self:
         return replace(self, width=width, hidden=(width,) * len(self.hidden))
 
-    @abstractmethod
     def _block(self, inner: int) -> nn.Module:
         """Return a segment of one hidden layer of `inner` units."""
-
-    def _layers(self, inner: int, last: float) -> tuple[nn.Module, ...]:
-        """Return the layers of a block. `last` is the initial variance of the weights of the last layer."""
         first = linear(self.width, inner, variance=2 / self.width)
-        return first, nn.ReLU(), linear(inner, self.width, variance=last)
+        if self.residual:
+            last = linear(inner, self.width, variance=SCALE**2 / (inner * len(self.hidden)))
+            return Residual(first, nn.ReLU(), last)
+        return nn.Sequential(first, nn.ReLU(), linear(inner, self.width, variance=1 / inner))
 
 
 @dataclass(frozen=True)
@@ -144,9 +157,7 @@ class MLP(_Dense):
 
     name: ClassVar[str] = "mlp"
     called: ClassVar[str] = "an MLP host"
-
-    def _block(self, inner: int) -> nn.Module:
-        return nn.Sequential(*self._layers(inner, 1 / inner))
+    residual: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -162,9 +173,7 @@ class ResidualMLP(_Dense):
 
     name: ClassVar[str] = "residual-mlp"
     called: ClassVar[str] = "a residual MLP host"
-
-    def _block(self, inner: int) -> nn.Module:
-        return Residual(*self._layers(inner, SCALE**2 / (inner * len(self.hidden))))
+    residual: ClassVar[bool] = True
 
 
 class Floor(nn.Module):
@@ -216,22 +225,6 @@ class DamagedMLP(MLP):
 
     def _even(self, width: int) -> MLP:  # type: ignore[override]  # a plain network is undamaged
         return MLP(self.inputs, width, (width,) * len(self.hidden), self.outputs)
-
-
-def room_for(*hosts: MLP | ResidualMLP, outputs: int = 1) -> Room:
-    """Return the layout of rows for hosts of one class and depth, with at least `outputs` outputs.
-
-    Widths are rounded up to multiples of 4, which aligns every row of a stack to 16 bytes. The last bit of a matrix product
-    can depend on the alignment of its result, so a row's numbers would otherwise depend on its index in the population.
-    """
-
-    def up(widths: Iterable[int]) -> int:
-        return -(-max(widths) // 4) * 4
-
-    hidden = tuple(up(inner) for inner in zip(*(host.hidden for host in hosts), strict=True))
-    sizes = {name: up(getattr(host, name) for host in hosts) for name in ("inputs", "width")}
-    layout = replace(hosts[0], **sizes, hidden=hidden, outputs=max(outputs, *(host.outputs for host in hosts)))
-    return Room(layout, (layout.inputs,))
 
 
 @dataclass(frozen=True)
