@@ -89,8 +89,7 @@ class _Plan(NamedTuple):
     at: Ints  # (N,) steps
     decisions: Ints  # (N, heads) choice of each head
     free: Bools  # (N, heads) whether the entry leaves the head out, so that any choice is accepted
-    listed: Bools  # (N,) pending from the start; the entries of a `keep` are not
-    starts: Bools  # (N, N) whether carrying out i makes j pending
+    parent: Ints  # (N,) the entry after which one of a `keep` is pending; -1 for those that are pending from the start
     ends: Bools  # (N, N) whether carrying out i makes j not pending
 
 
@@ -108,11 +107,10 @@ class Schedule(Rule):
         self.entries = tuple(entries)
         self.source = source  # the name of the schedule in messages
         self._plan: _Plan | None = None
-        self._pending: Bools | None = None  # (E, N)
+        self._pending = np.zeros((0, 0), bool)  # (E, N)
         self._refused: Bools | None = None  # (E, N) at the last decision
-        self._turn: tuple[Ints, Bools] | None = None  # (E,) last entry, and (E, N) pending entries before it
-        # (E, N) an EntryObstacle, of the last decision since the step `at`
-        self._obstacle: NDArray[np.int8] | None = None
+        self._turn = np.zeros(0, np.int64), self._pending  # (E,) last entry, and (E, N) pending entries before it
+        self._obstacle = np.zeros((0, 0), np.int8)  # (E, N) an EntryObstacle, of the last decision since the step `at`
         self._steps = 0
 
     def act(self, view: View) -> Actions:
@@ -120,30 +118,26 @@ class Schedule(Rule):
         if self._plan is None or view.step == 0:
             self._plan = _plan(self.entries, view.space, self.source)
         plan = self._plan
-        if self._pending is None or view.step == 0:
-            self._pending = np.tile(plan.listed, (len(view.masks.op), 1))
+        if view.step == 0 or not len(self._pending):
+            self._pending = np.tile(plan.parent < 0, (len(view.masks.op), 1))
             self._refused = None
             self._obstacle = np.zeros(self._pending.shape, np.int8)
         ready = self._pending & (plan.at <= view.step) & allowed_of(view.masks, plan.decisions, plan.free)
         if self._refused is not None:
             ready &= ~self._refused
         turn = ready.argmax(1)  # the last entry, a WAIT, is always ready
-        assert self._obstacle is not None, "it is made with the pending entries"
         now = np.where(ready, np.int8(EntryObstacle.TURN), _obstacles(plan, view))
         if self._refused is not None:
             now = np.where(self._refused, np.int8(EntryObstacle.REFUSED), now)
         early = np.where(self._obstacle == 0, np.int8(EntryObstacle.EARLY), self._obstacle)
         self._obstacle, self._steps = np.where(plan.at <= view.step, now, early), view.steps
         self._turn, self._refused = (turn, self._pending), None
-        self._pending = (self._pending & ~plan.ends[turn]) | plan.starts[turn]
+        self._pending = (self._pending & ~plan.ends[turn]) | (plan.parent == turn[:, None])
         op, slot, *others = plan.decisions[turn].T
         return complete(view.masks, op, slot, dict(zip(OPEN, others, strict=True)))
 
     def store(self, outcome: Outcome) -> None:
         """Make refused entries pending again."""
-        assert self._turn is not None, "act comes before store"
-        assert self._pending is not None, "act comes before store"
-        assert self._obstacle is not None, "act comes before store"
         turn, before = self._turn
         refused = ~outcome.accepted[:, None]
         self._pending = np.where(refused, before, self._pending)
@@ -152,8 +146,6 @@ class Schedule(Rule):
 
     def reasons(self) -> Sequence[str | None]:
         """Return for each environment the entry that planted, kept or removed a seed at the last decision; None for others."""
-        if self._turn is None or self._plan is None:
-            return []
         names = [
             f"entry {number} of {self.source}" if entry.op in (Op.GERMINATE, Op.PRUNE, Op.FOSSILIZE) else None
             for number, entry in _expanded(self.entries)
@@ -162,7 +154,7 @@ class Schedule(Rule):
 
     def explain(self) -> list[str]:
         """Return sentences that name the entries that were not carried out, with the causes and the numbers of environments."""
-        if self._pending is None or self._obstacle is None:
+        if not len(self._pending):
             return []
         sentences = []
         for row, (number, entry) in enumerate(_expanded(self.entries)):
@@ -254,7 +246,7 @@ def _expanded(entries: Sequence[ScheduleEntry]) -> list[tuple[int, ScheduleEntry
 def _plan(entries: Sequence[ScheduleEntry], space: Space, source: str) -> _Plan:
     """Turn the entries into indices. InputError if the space lacks a name or value of one, or its blueprint does not fit."""
     numbers, rows = zip(*_expanded(entries), (0, ScheduleEntry(at=0, op=Op.WAIT)), strict=True)
-    # for an entry of a `keep`, the row of its GERMINATE, which is the first with its number; otherwise -1
+    # of the rows of one number, the first is the GERMINATE of a `keep`
     first = [numbers.index(number) for number in numbers]
     parent = np.array([-1 if row == at else at for row, at in enumerate(first)], np.int64)
 
@@ -287,8 +279,7 @@ def _plan(entries: Sequence[ScheduleEntry], space: Space, source: str) -> _Plan:
         at=np.array([entry.at for entry in rows], np.int64),
         decisions=wanted,
         free=free,
-        listed=parent < 0,
-        starts=parent == np.arange(len(rows))[:, None],
+        parent=parent,
         ends=itself | (plants & (parent >= 0) & (slot == slot[:, None])),
     )
 
