@@ -81,20 +81,16 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
-def flatten(tree: Any, name: str = "") -> tuple[dict[str, Tensor], Any]:
-    """Return the arrays and tensors of a tree by dotted name, copied to the CPU, and the tree as JSON with names in their place.
+def _to_cpu(value: Tensor | Picked, name: str) -> Tensor:
+    value = value.gathered() if isinstance(value, Picked) else value
+    return value.detach().to("cpu", copy=True).contiguous()
+
+
+def flatten(tree: Any, copied: Callable[[Tensor | Picked, str], Tensor] = _to_cpu) -> tuple[dict[str, Tensor], Any]:
+    """Return the arrays and tensors of a tree by dotted name, `copied`, and the tree as JSON with names in their place.
 
     `unflatten` is the bitwise inverse, except that tuples become lists. TypeError if a leaf is not allowed in a `Tree`.
     """
-
-    def copied(value: Tensor | Picked, name: str) -> Tensor:
-        value = value.gathered() if isinstance(value, Picked) else value
-        return value.detach().to("cpu", copy=True).contiguous()
-
-    return _flattened(tree, name, copied)
-
-
-def _flattened(tree: Any, name: str, copied: Callable[[Tensor | Picked, str], Tensor]) -> tuple[dict[str, Tensor], Any]:
     tensors: dict[str, Tensor] = {}
 
     def put(value: Tensor, name: str, kind: str) -> dict[str, str]:
@@ -121,7 +117,7 @@ def _flattened(tree: Any, name: str, copied: Callable[[Tensor | Picked, str], Te
                 return value
         raise TypeError(f"{name} is a {type(value).__name__}, which no checkpoint holds")
 
-    return tensors, walk(tree, name)
+    return tensors, walk(tree, "")
 
 
 class StateCopy:
@@ -137,7 +133,7 @@ class StateCopy:
 
     def take(self, tree: Any) -> None:
         """Copy the tree in place of the one before. TypeError as `flatten`."""
-        self.tensors, self._plain = _flattened(tree, "", self._copied)
+        self.tensors, self._plain = flatten(tree, self._copied)
 
     def tree(self) -> Any:
         """Return the tree that was copied, in new memory."""
