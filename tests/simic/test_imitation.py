@@ -95,7 +95,7 @@ def test_the_apprentice_remembers_what_was_done_not_what_was_taught(lesson):
     names = [f"last_{op.name.lower()}" for op in Op]
     columns = [input_names(lesson.apprentice.learner.policy.language.sensors)[0].index(name) for name in names]
     policy, rollout = lesson.apprentice.learner.policy, lesson.apprentice.rollout()
-    seen = policy.normalised(rollout.observations()).env[1:][..., columns].argmax(-1)
+    seen = policy.batch(rollout.observations(), policy.language.blueprints).env[1:][..., columns].argmax(-1)
     np.testing.assert_array_equal(seen, lesson.acted(Head.OP)[:-1])
 
 

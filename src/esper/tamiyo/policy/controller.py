@@ -22,14 +22,7 @@ from esper.leyline.lifecycle.view import Space
 from esper.leyline.records import as_tree, brief, from_tree
 from esper.store.disk import Retry, checksum_of, find_folder, read_kept, sha256_of, write_folder, write_once
 from esper.tamiyo.policy.network import Batch, FactoredRecurrentActorCritic
-from esper.tamiyo.policy.observation import (
-    Inputs,
-    Normaliser,
-    Observation,
-    input_names,
-    normalise,
-    slot_features,
-)
+from esper.tamiyo.policy.observation import Normaliser, Observation, input_names, normalise, slot_features
 from esper.tamiyo.policy.packages import INNER
 
 VERSION = 2
@@ -123,9 +116,6 @@ class Policy:
         self.network.to(device)
         return self
 
-    def normalised(self, observation: Observation) -> Inputs:
-        return normalise(observation, self.normaliser, slot_features(self.language.sensors))
-
     def input_weights(self) -> dict[str, float]:
         """Return how strongly the first layer reads each input: the sum of its squared weights / the mean of that over inputs.
 
@@ -160,7 +150,8 @@ class Policy:
 
         Indices into the menu become indices into the vocabulary, where packages come last.
         """
-        inputs, known = self.normalised(observation), {name: i for i, name in enumerate(self.language.blueprints)}
+        inputs = normalise(observation, self.normaliser, slot_features(self.language.sensors))
+        known = {name: i for i, name in enumerate(self.language.blueprints)}
         vocabulary = [known.get(name, -1) for name in menu]
         empty = len(known)
         index = np.array([*vocabulary, empty])[inputs.blueprint]  # -1, an empty slot, takes the last entry

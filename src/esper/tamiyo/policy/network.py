@@ -26,7 +26,7 @@ EMBEDDING, PAIR = 8, 32
 
 
 class Batch(NamedTuple):
-    """Holds `Inputs` as tensors, with blueprints as indices into the vocabulary."""
+    """Holds a normalised `Observation` as tensors, with blueprints as indices into the vocabulary."""
 
     env: Tensor  # (T, E, G) features of the environment
     slot: Tensor  # (T, E, S, F) features of the slots
@@ -68,7 +68,7 @@ class FactoredRecurrentActorCritic(nn.Module):
         hidden: int = 96,
         code: int = 48,
     ) -> None:
-        """env, slot: columns of `Inputs.env` and `Inputs.slot`. blueprints, packages: of the vocabulary.
+        """env, slot: columns of `Batch.env` and `Batch.slot`. blueprints, packages: of the vocabulary.
 
         tempos, targets: choices of these heads. hidden: units of the LSTM. code: width of the encoding of a slot.
         """

@@ -469,35 +469,27 @@ class Normaliser(NamedTuple):
         return Normaliser(*(mine.merged(theirs) for mine, theirs in zip(self, other, strict=True)))
 
 
-class Inputs(NamedTuple):
-    """Holds the inputs of a network: normalised features and flags, without nan, float32."""
-
-    env: Features  # (..., G + flags) features of the environment
-    slot: Features  # (..., S, F + flags) features of the slots
-    blueprint: NDArray[np.int64]  # (..., S) index into the menu; -1 for an empty slot
-    cost: Features  # (..., S, K) as in `Observation`
-    prospects: Features  # (..., S, K, 6) prospects, and flags that say which of them were measured
-
-
 CLIP = 5.0
 """Largest absolute normalised value [standard deviations]."""
 
 
-def normalise(observation: Observation, normaliser: Normaliser, features: Sequence[Feature]) -> Inputs:
-    """Return the inputs of a network. `features`: the columns of `observation.slot`, from `slot_features`."""
+def normalise(observation: Observation, normaliser: Normaliser, features: Sequence[Feature]) -> Observation:
+    """Return what a network reads of an observation: normalised features with their flags behind them, without nan.
+
+    `env`, `slot` and `prospects` have as many further columns as there are flags. features: the columns of `observation.slot`,
+    from `slot_features`.
+    """
     known = np.isfinite(observation.prospects)
     scaled = _scaled(observation.prospects, normaliser.prospects, np.ones(len(PROSPECTS)))
-    return Inputs(
+    return observation._replace(
         env=_normal(observation.env, observation.env_flags, normaliser.env, GLOBAL),
         slot=_normal(observation.slot, observation.slot_flags, normaliser.slot, features),
-        blueprint=observation.blueprint,
-        cost=observation.cost,
         prospects=np.concatenate([scaled, known], -1, dtype=np.float32),
     )
 
 
 def input_names(sensors: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return names of the columns of `Inputs.env` and `Inputs.slot`. The flag `name?` says whether `name` was measured."""
+    """Return names of the columns of `env` and `slot` as `normalise` returns them. `name?` says whether `name` was measured."""
     return _columns(GLOBAL, GLOBAL_FLAGS), _columns(slot_features(sensors), SLOT_FLAGS)
 
 
