@@ -6,6 +6,7 @@ scaled.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -43,9 +44,13 @@ class Feature(NamedTuple):
     name: str
     unit: str
     scale: float  # standard deviation before the first round; a tenth of it is the lower bound later
-    missing: bool  # whether the value can be absent; a flag `name?` then says whether it was measured
     meaning: str  # description for `esper docs observation`
     read: Read
+    missing: bool = False  # whether the value can be absent; a flag `name?` then says whether it was measured
+
+
+_measured = partial(Feature, missing=True)
+"""Describes a column whose value can be absent."""
 
 
 class Flag(NamedTuple):
@@ -89,6 +94,11 @@ def _estimate(name: str) -> Read:
     return attrgetter(f"measured.{name.removesuffix('_se')}.{'se' if name.endswith('_se') else 'mean'}")
 
 
+def _ln(name: str) -> Read:
+    column = attrgetter(f"measured.{name}")
+    return lambda seen: ln(column(seen))
+
+
 def _count(stage: Stage) -> Read:
     return lambda seen: (seen.seeds.stage == stage).sum(1)
 
@@ -102,45 +112,35 @@ def _depth(seen: Seen) -> Floats:
 
 
 GLOBAL: tuple[Feature, ...] = (
-    Feature("time_left", "1", 1.0, False, "share of the episode that is left", lambda s: _left(s) / s.view.steps),
-    Feature("steps_left", "ln steps", 3.0, False, "ln(1 + steps left)", lambda s: np.log1p(_left(s))),
-    Feature("metric", "1", 1.0, True, "metric on the probe split, every seed at its dose", _newest(0)),
-    Feature("loss", "ln loss", 1.0, True, "logarithm of the probe loss", _newest(1)),
-    Feature("train_loss", "ln loss", 1.0, True, "logarithm of the mean training loss of the step", _newest(2)),
+    Feature("time_left", "1", 1.0, "share of the episode that is left", lambda s: _left(s) / s.view.steps),
+    Feature("steps_left", "ln steps", 3.0, "ln(1 + steps left)", lambda s: np.log1p(_left(s))),
+    _measured("metric", "1", 1.0, "metric on the probe split, every seed at its dose", _newest(0)),
+    _measured("loss", "ln loss", 1.0, "logarithm of the probe loss", _newest(1)),
+    _measured("train_loss", "ln loss", 1.0, "logarithm of the mean training loss of the step", _newest(2)),
     *(
-        Feature(
+        _measured(
             f"{name}_slope_{window}",
             f"{unit} / step",
             0.1,
-            True,
             f"change of {name} per step, over up to {window} steps",
             _change(column, window),
         )
         for column, (name, unit) in enumerate(TREND)
         for window in WINDOWS
     ),
-    Feature(
+    _measured(
         "generalisation_gap",
         "ln loss",
         1.0,
-        True,
         "ln probe loss - ln training loss",
         lambda s: s.history.trend[:, 0, 1] - s.history.trend[:, 0, 2],
     ),
-    Feature(
-        "gradient_norm",
-        "ln norm",
-        2.0,
-        True,
-        "gradient norm of the host, mean over the step",
-        lambda s: ln(s.measured.gradient_norm),
-    ),
-    Feature("host_params", "ln parameters", 3.0, False, "size of the host", lambda s: np.log(s.view.host_params)),
+    _measured("gradient_norm", "ln norm", 2.0, "gradient norm of the host, mean over the step", _ln("gradient_norm")),
+    Feature("host_params", "ln parameters", 3.0, "size of the host", lambda s: np.log(s.view.host_params)),
     Feature(
         "added_params",
         "1",
         0.5,
-        False,
         "ln(1 + added / host parameters)",
         lambda s: np.log1p(s.view.added_params / s.view.host_params),
     ),
@@ -148,7 +148,6 @@ GLOBAL: tuple[Feature, ...] = (
         "seeds_left",
         "seeds",
         2.0,
-        False,
         "number of seeds that can be planted within the budget",
         lambda s: s.view.space.max_seeds - among(s.seeds.stage, IN_BUDGET).sum(1),
     ),
@@ -156,14 +155,10 @@ GLOBAL: tuple[Feature, ...] = (
         "sensor_age",
         "1",
         0.5,
-        False,
         "steps since the growth sensors were computed / steps of an episode",
         lambda s: s.measured.sensor_age / s.view.steps,
     ),
-    *(
-        Feature(f"seeds_{stage.name.lower()}", "seeds", 1.0, False, f"slots in {stage.name}", _count(stage))
-        for stage in Stage
-    ),
+    *(Feature(f"seeds_{stage.name.lower()}", "seeds", 1.0, f"slots in {stage.name}", _count(stage)) for stage in Stage),
 )
 """Continuous features of an environment."""
 
@@ -190,49 +185,35 @@ _ESTIMATES = (
 """Name, unit, scale and meaning of those features of a slot that are an `Estimate` of the measurements."""
 
 SLOT: tuple[Feature, ...] = (
-    Feature(
-        "age", "1", 0.2, False, "steps in the current stage / steps of an episode", lambda s: s.seeds.age / s.view.steps
-    ),
-    Feature(
-        "life", "1", 0.2, False, "steps since germination / steps of an episode", lambda s: s.seeds.life / s.view.steps
-    ),
-    Feature("alpha", "1", 1.0, False, "alpha of the seed; the dose of a live seed", lambda s: s.seeds.alpha),
-    Feature("ramp_target", "1", 1.0, False, "alpha at the end of the ramp", lambda s: s.seeds.ramp[..., 1]),
-    Feature("ramp_length", "steps", 4.0, False, "length of the ramp", lambda s: s.seeds.ramp[..., 2]),
-    *(Feature(name, unit, scale, True, meaning, _estimate(name)) for name, unit, scale, meaning in _ESTIMATES),
-    Feature(
+    Feature("age", "1", 0.2, "steps in the current stage / steps of an episode", lambda s: s.seeds.age / s.view.steps),
+    Feature("life", "1", 0.2, "steps since germination / steps of an episode", lambda s: s.seeds.life / s.view.steps),
+    Feature("alpha", "1", 1.0, "alpha of the seed; the dose of a live seed", lambda s: s.seeds.alpha),
+    Feature("ramp_target", "1", 1.0, "alpha at the end of the ramp", lambda s: s.seeds.ramp[..., 1]),
+    Feature("ramp_length", "steps", 4.0, "length of the ramp", lambda s: s.seeds.ramp[..., 2]),
+    *(_measured(name, unit, scale, meaning, _estimate(name)) for name, unit, scale, meaning in _ESTIMATES),
+    _measured(
         "interaction",
         "metric",
         0.1,
-        True,
         "value that the seed adds to all other live seeds, minus the value that it adds alone",
         lambda s: s.interaction,
     ),
-    Feature(
+    _measured(
         "interaction_age",
         "1",
         0.2,
-        True,
         "steps since the coalitions were measured / steps of an episode",
         lambda s: s.interaction_age / s.view.steps,
     ),
-    Feature(
-        "seed_gradient",
-        "ln norm",
-        2.0,
-        True,
-        "gradient norm of the seed, mean over the step",
-        lambda s: ln(s.measured.seed_gradient_norm),
+    _measured(
+        "seed_gradient", "ln norm", 2.0, "gradient norm of the seed, mean over the step", _ln("seed_gradient_norm")
     ),
-    Feature("depth", "1", 0.5, False, "position of the slot, 0 the first and 1 the last", _depth),
-    Feature(
-        "width", "ln features", 1.0, False, "width of the stream", lambda s: np.log(np.maximum(s.view.space.width, 1))
-    ),
-    Feature(
+    Feature("depth", "1", 0.5, "position of the slot, 0 the first and 1 the last", _depth),
+    Feature("width", "ln features", 1.0, "width of the stream", lambda s: np.log(np.maximum(s.view.space.width, 1))),
+    _measured(
         "participation_probe",
         "1",
         0.3,
-        True,
         "participation ratio of the stream on the probe split / its width",
         lambda s: s.measured.participation,
     ),
@@ -339,10 +320,10 @@ def sensor_feature(name: str) -> Feature:
         return np.clip(sensed(seen) / np.maximum(sensed(seen, "gradient_rms") ** 2, 1e-12), -1, 1)
 
     if name.startswith(("participation", "drift")) or name in ("dead", "unsaturated"):
-        return Feature(name, "1", 0.3, True, "growth sensor (`esper docs observation`)", sensed)
+        return _measured(name, "1", 0.3, "growth sensor (`esper docs observation`)", sensed)
     if name.startswith("heldout_"):
-        return Feature(name, "1", 0.3, True, "growth sensor / gradient_rms^2, between -1 and 1", energy_share)
-    return Feature(name, "ln sensor", 3.0, True, "logarithm of the growth sensor", logarithm)
+        return _measured(name, "1", 0.3, "growth sensor / gradient_rms^2, between -1 and 1", energy_share)
+    return _measured(name, "ln sensor", 3.0, "logarithm of the growth sensor", logarithm)
 
 
 def ln(values: Floats) -> Floats:
