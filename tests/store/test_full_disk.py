@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 
@@ -85,12 +86,13 @@ def test_no_seconds_are_no_waiting(tmp_path, notes):
 
 
 def test_what_stops_says_how_to_go_on(tmp_path, notes):
+    impatient = replace(waiting(tmp_path, notes, seconds=0), resumed=f"continue with `esper resume {tmp_path}`")
     (tmp_path / "config.yaml").write_text("")
     with pytest.raises(DiskFull, match=f"continue with `esper resume {tmp_path}`"):
-        waiting(tmp_path, notes, seconds=0)(tmp_path / "a", Failing(1))
+        impatient(tmp_path / "a", Failing(1))
     (tmp_path / "config.yaml").unlink()
     with pytest.raises(DiskFull, match="start the run again"):
-        waiting(tmp_path, notes, seconds=0)(tmp_path / "a", Failing(1))
+        impatient(tmp_path / "a", Failing(1))
 
 
 @pytest.mark.parametrize("times", [0, 3])

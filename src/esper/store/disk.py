@@ -12,12 +12,12 @@ import stat
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from esper.leyline.errors import InputError, system_in_words
-from esper.leyline.reference import resume_command
 from esper.store.files import is_run
 
 Content = bytes | Sequence[bytes | memoryview]
@@ -208,27 +208,20 @@ class Unwritable(OSError):
     """Says that a file could not be written for a reason other than a full disk. The run can be resumed."""
 
 
+@dataclass
 class DiskRetry:
     """Calls a function that writes a file until the disk has room, for at most `seconds`. One object serves a whole run.
 
-    It does not wait if `asked` returns True, because the user wants the run to end, nor after it waited in vain once.
-    `note` shows a line to the user. The command that resumes the run may need `tasks`, the names of its tasks, and `controller`,
-    that of its config. `further` says how work that is no run is done again.
+    It does not wait if `asked` returns True, because the user wants the run to end, nor after it waited in vain once (`spent`).
     """
 
-    def __init__(
-        self,
-        seconds: float,
-        note: Callable[[str], None],
-        run: Path,
-        asked: Callable[[], bool],
-        tasks: Sequence[str] = (),
-        controller: str = "",
-        further: str = "start the run again",
-    ) -> None:
-        self.seconds, self.note, self.run, self.asked = seconds, note, run, asked
-        self.tasks, self.controller, self.further = tasks, controller, further
-        self.spent = False
+    seconds: float
+    note: Callable[[str], None]  # shows a line to the user
+    run: Path
+    asked: Callable[[], bool]
+    further: str = "start the run again"  # how the work is done again
+    resumed: str = ""  # how it is continued instead, once its folder is that of a run
+    spent: bool = False
 
     def __call__(self, path: Path, write: Callable[[], None]) -> None:
         """Call `write`, which writes `path`, as long as the disk is full. Raises DiskFull, or Unwritable for another reason."""
@@ -249,7 +242,7 @@ class DiskRetry:
                     large = error.errno == errno.EFBIG
                     mend = "raise the limit on the size of files (ulimit -f)" if large else "repair that"
                     raise Unwritable(
-                        f"cannot write {path}: {error.strerror or error}; {mend}, and {self._further()}"
+                        f"cannot write {path}: {error.strerror or error}; {mend}, and {self._mend()}"
                     ) from error
                 if full is None and time.monotonic() < end and not self.asked():
                     self.note(
@@ -264,15 +257,11 @@ class DiskRetry:
             left = end - time.monotonic()
             if left <= 0 or self.asked():
                 self.spent = True
-                raise DiskFull(
-                    f"cannot write {path}: {full.strerror}; make room there, and {self._further()}"
-                ) from full
+                raise DiskFull(f"cannot write {path}: {full.strerror}; make room there, and {self._mend()}") from full
             time.sleep(min(EVERY, left))
 
-    def _further(self) -> str:
-        if not is_run(self.run):
-            return self.further
-        return f"continue with `{resume_command(self.run, self.tasks, self.controller)}`"
+    def _mend(self) -> str:
+        return self.resumed if self.resumed and is_run(self.run) else self.further
 
 
 def sha256_of(*parts: bytes | memoryview) -> str:

@@ -214,9 +214,9 @@ class RunFolder:
         kept: list[Output] = []
         others = [*(Guarded(output, note) for output in outputs), *exporters(config, path, note)]
         if path is not None:
-            names = config.tasks or (config.task,)
-            seconds = config.faults.disk_seconds
-            self.retry = DiskRetry(seconds, note, path, lambda: interrupt.asked, names, config.controller)
+            command = resume_command(path, config.tasks or (config.task,), config.controller)
+            seconds, resumed = config.faults.disk_seconds, f"continue with `{command}`"
+            self.retry = DiskRetry(seconds, note, path, lambda: interrupt.asked, resumed=resumed)
             kept.append(JsonLines(path / files.EVENTS, self.retry, note))
         self.hub = Hub([*kept, *others], config.telemetry.level, raise_steps=config.telemetry.raise_steps)
         self.lock = Lock(path, note) if path is not None else None
