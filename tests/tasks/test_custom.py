@@ -252,7 +252,7 @@ ONE_HOST = mlp()()
         ),
         (
             lambda: task_from("t", X, Y, host=lambda: 1 / 0),
-            "the host factory raised ZeroDivisionError: division by zero",
+            "the host factory raised an error: ZeroDivisionError: division by zero",
         ),
         (
             lambda: task_from("t", X, Y, host=of(nn.LazyLinear(8), nn.Linear(8, 3))),

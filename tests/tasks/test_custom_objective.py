@@ -290,7 +290,7 @@ def alone(**options: Any) -> Task:
             lambda: classified(loss=lambda o, t: o.sum(1) / 0),
             "loss is NaN or infinite for outputs (5, 3) and y (5,) of",
         ),
-        (lambda: classified(loss=lambda o: o), "loss raised TypeError for outputs (5, 3) and y (5,): "),
+        (lambda: classified(loss=lambda o: o), "loss raised an error for outputs (5, 3) and y (5,): TypeError: "),
         (
             lambda: regressed(T[:, 0], loss=lambda o, t: (o[:, 0] - t) ** 2),
             "loss returned a tensor of shape (5, 5) for outputs (5, 1) and y (5, 1); return one number per example",
@@ -380,7 +380,7 @@ def alone(**options: Any) -> Task:
         ),
         (
             lambda: alone(splits=PAIRS | {"test": (X[:5], Y[:4])}),
-            "the test split has 5 examples, but 4 labels or targets; give one for each",
+            "the test split holds 5 examples and y 4; give one label or target per example",
         ),
         (
             lambda: classified(NAMES, splits=dict(zip(INDICES, np.split(Y.argsort(), [50, 70, 80]), strict=True))),

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from esper.leyline.data.batches import Batch, picked
 from esper.leyline.data.task import Pixels, Split, Task, one_tensor
 from esper.leyline.distribution import of_extra
-from esper.leyline.errors import InputError, first_line
+from esper.leyline.errors import InputError, in_words
 from esper.leyline.text import counted
 from esper.store.disk import read_named
 from esper.tasks.hosts.factories import CNN, MAP_MENU, ResidualCNN
@@ -197,14 +197,12 @@ def _read_parquet(folder: Path) -> tuple[Split, Split]:
 
 def _rows(path: Path, parquet: Any, image: Any) -> NDArray[np.uint8]:
     """Read (n, RECORD) bytes of one parquet file, in the layout of the binary version."""
-    try:
+    with in_words(f"{path} is truncated or damaged", "copy it again"):
         metadata = parquet.read_metadata(path)  # checked first, so that a small file cannot unpack to fill the memory
         size = sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
         if metadata.num_rows > 5 * PUBLISHED or size > LARGEST:
             raise ValueError(f"it says that it holds {metadata.num_rows:,} rows of {size:,} bytes")
         table = parquet.read_table(path)
-    except Exception as error:  # pyarrow raises errors of many types for a file that it cannot read
-        raise InputError(f"{path} is truncated or damaged: {first_line(error)}; copy it again") from None
     names = table.column_names
     if "img" not in names or "label" not in names:
         raise InputError(f"{path} has the columns {', '.join(names)}; CIFAR-10 has img and label")

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from esper.leyline.data.task import Differentiated, Label, Objective, Scaling
-from esper.leyline.errors import InputError, first_line
+from esper.leyline.errors import InputError, in_words
 from esper.leyline.text import did_you_mean, kind_of
 
 MANY = 64
@@ -350,11 +350,8 @@ def _numbers(what: str, function: Function, output: Tensor, target: Tensor) -> T
     """Return the numbers that a user's function returns: (B,), (B, ...) or (B, ..., C). InputError if they cannot be used."""
     allowed = output.shape[:1], output.shape[: max(output.dim() - 1, 1)], output.shape
     shapes = f"outputs {tuple(output.shape)} and y {tuple(target.shape)}"
-    try:
+    with in_words(f"{what} raised an error for {shapes}", f"correct the {what}"):
         whole, part = function(output, target), function(output[:2], target[:2])
-    except Exception as error:
-        name = type(error).__name__
-        raise InputError(f"{what} raised {name} for {shapes}: {first_line(error)}; correct the {what}") from error
     if not isinstance(whole, Tensor) or whole.shape not in allowed:
         got = f"a tensor of shape {tuple(whole.shape)}" if isinstance(whole, Tensor) else kind_of(whole)
         raise InputError(

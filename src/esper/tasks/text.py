@@ -16,7 +16,7 @@ from torch import Tensor
 
 from esper.leyline.data.task import SENSED, Split, Task
 from esper.leyline.distribution import of_extra
-from esper.leyline.errors import InputError, first_line
+from esper.leyline.errors import InputError, in_words, system_in_words
 from esper.tasks.hosts.factories import SEQUENCE_MENU, Transformer
 from esper.tasks.images import VARIABLE, data_folder
 from esper.tasks.objectives import NextByte, NextToken
@@ -211,17 +211,16 @@ def _mapped(path: Path, dtype: type[np.generic]) -> NDArray[Any]:
     if not size or size % item:
         what = f"holds {size:,} bytes, which are not a whole number of {item}-byte tokens" if size else "is empty"
         raise InputError(f"{path} {what}; {_MEND}")
-    try:
-        return np.memmap(path, dtype, "r")
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {first_line(error)}; {_MEND}") from None
+    with system_in_words(f"{path} cannot be read", _MEND):
+        content: NDArray[Any] = np.memmap(path, dtype, "r")
+    return content
 
 
 def _text_of(paths: Sequence[Path], parquet: Any) -> NDArray[np.uint8]:
     """Return the first `UNPACKED` bytes of the column `text` of the files of a part, with the separator behind each story."""
     text = bytearray()
     for path in paths:
-        try:
+        with in_words(f"{path} is truncated or damaged", _MEND):
             file = parquet.ParquetFile(path)
             names = file.schema_arrow.names
             batches = file.iter_batches(batch_size=1024, columns=["text"]) if "text" in names else None
@@ -230,8 +229,6 @@ def _text_of(paths: Sequence[Path], parquet: Any) -> NDArray[np.uint8]:
                     text += (story or "").encode() + b"\n" + SEPARATOR + b"\n"
                 if len(text) >= UNPACKED:
                     return np.frombuffer(bytes(text[:UNPACKED]), np.uint8)
-        except Exception as error:  # pyarrow raises errors of many types for a file that it cannot read
-            raise InputError(f"{path} is truncated or damaged: {first_line(error)}; {_MEND}") from None
         if batches is None:
             raise InputError(f"{path} has the columns {', '.join(names)}; TinyStories has text")
     return np.frombuffer(bytes(text), np.uint8)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from esper.leyline.data.arrays import Frame, check_different, is_missing, numeric_array, to_array
-from esper.leyline.errors import InputError
+from esper.leyline.errors import InputError, in_words
 from esper.leyline.text import kind_of, with_article
 
 Value = bool | int | float | str | None
@@ -233,10 +233,8 @@ def preprocess_from(fitted: Any, x: Any) -> Preprocess:
             "network; encode fewer, or transform the features yourself"
         )
     ours = made.apply(x)
-    try:
+    with in_words("preprocess cannot transform x", "fit it on the columns of x"):
         theirs = fitted.transform(x)
-    except Exception as error:  # of scikit-learn
-        raise InputError(f"preprocess cannot transform x: {error}; fit it on the columns of x") from error
     wanted = numeric_array(theirs.toarray() if hasattr(theirs, "toarray") else theirs, "what preprocess returns")
     if wanted.shape != ours.shape or not np.allclose(ours, wanted, rtol=1e-6, atol=1e-9, equal_nan=True):
         raise InputError(

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
-from esper.leyline.errors import InputError, UserCodeError, first_line, typed_line
+from esper.leyline.errors import InputError, UserCodeError, first_line, in_words
 
 
 def read_by_workers(
@@ -39,15 +39,10 @@ def read_by_workers(
         generator=torch.Generator(),  # seeds the workers without a draw from the caller's random state
         worker_init_fn=partial(_begin, torch.get_default_dtype()),
     )
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's about what cannot be pickled, which the sentence says
-            results = iter(loader)
-    except Exception as error:
-        raise InputError(
-            f"the workers for the {name} could not be started: {typed_line(error)}; define the Dataset at the top of a module "
-            "and open its files in __getitem__, or give workers=0"
-        ) from error
+    mend = "define the Dataset at the top of a module and open its files in __getitem__, or give workers=0"
+    with in_words(f"the workers for the {name} could not be started", mend), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's about what cannot be pickled, which the sentence says
+        results = iter(loader)
     # Once any loader of the process has begun in its main thread, torch raises the error of a worker that ended there, wherever
     # the main thread is. Without its number only the loop below raises it.
     signal_handling._remove_worker_pids(id(results))  # type: ignore[attr-defined]

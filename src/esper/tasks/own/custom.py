@@ -19,7 +19,7 @@ from esper.leyline.data.batches import Batch, cast, leaves, map_leaves, picked, 
 from esper.leyline.data.duplicates import example_digests, repeated
 from esper.leyline.data.preprocess import preprocess_from
 from esper.leyline.data.task import Label, Objective, Split, Task, one_tensor
-from esper.leyline.errors import DataWarning, InputError, typed_line, warn
+from esper.leyline.errors import DataWarning, InputError, in_words, warn
 from esper.leyline.text import counted, kind_of, with_article
 from esper.tasks.hosts.factories import menu_of
 from esper.tasks.objectives import (
@@ -305,12 +305,8 @@ def _read_host(host: Callable[[], SegmentedHost]) -> Callable[[], SegmentedHost]
             f"host is {what} that needs {' and '.join(needed)}, but it is called without arguments; give a function without, as "
             f"in host=lambda: {called if called.isidentifier() else 'MyHost'}({', '.join(f'{each}=...' for each in needed)})"
         )
-    try:
+    with in_words("the host factory raised an error", "correct the function"):
         network: nn.Module = _draw_host(host)
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(f"the host factory raised {typed_line(error)}; correct the function") from error
     if not isinstance(network, GrownNetwork):
         return host
     if lost := lost_slots(network):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from esper.leyline.config.arguments import check_integer
 from esper.leyline.data.arrays import Frame, as_tensor, column_names, numeric_array, select_columns, to_array
-from esper.leyline.data.batches import Batch, first, leaves, map_leaves, shapes
+from esper.leyline.data.batches import Batch, check_lengths, first, leaves, map_leaves, shapes
 from esper.leyline.data.task import SENSED, Label, Split, finite, nonfinite, which
 from esper.leyline.errors import InputError
 from esper.leyline.text import counted, kind_of
@@ -132,10 +132,8 @@ def _in_memory(given: Given) -> Examples:
     values = values.to(dtype_of_targets(features) if names is None else torch.int64)
     check_examples(features, values, None if names is None else len(names))
     if parts is None:
-        dealt_parts: Sequence[Tensor] = dealt(values, sizes_of(given.fractions, len(values)), given.seed)
-    else:
-        dealt_parts = [torch.from_numpy(part) for part in parts]
-    made = cut(features, values, dealt_parts)
+        parts = tuple(part.numpy() for part in dealt(values, sizes_of(given.fractions, len(values)), given.seed))
+    made = cut(features, values, [torch.from_numpy(part) for part in parts])
     if names is not None and splits is not None:
         for name, split in zip(Splits._fields[1:], made[1:], strict=True):
             unseen = np.setdiff1d(split.y.numpy(), made.train.y.numpy())
@@ -145,7 +143,7 @@ def _in_memory(given: Given) -> Examples:
                 )
     scaled = None
     if weights is not None:
-        weights = weights[dealt_parts[0].numpy()]
+        weights = weights[parts[0]]
         if not weights.any():
             raise InputError(
                 "sample_weights is 0 for every example of the train split; give some of them a positive weight"
@@ -202,11 +200,7 @@ def _read_split(name: str, given: Any, columns: tuple[str, ...] | None, workers:
         )
     features, values = _read(select_columns(given[0], columns, f"the {name} split"), given[1], workers)
     for leaf in leaves(features):
-        if not leaf.dim() or len(leaf) != len(values):
-            examples = counted(len(leaf) if leaf.dim() else 1, "example")
-            raise InputError(
-                f"the {name} split has {examples}, but {len(values):,} labels or targets; give one for each"
-            )
+        check_lengths(f"the {name} split", len(leaf) if leaf.dim() else 0, len(values))
     return features, values
 
 
