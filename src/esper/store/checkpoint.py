@@ -110,10 +110,8 @@ class Checkpoints:
     def latest(self) -> int | None:
         """Return the steps at the checkpoint that `latest` names; None if there is none. Waits for one that is being written."""
         self.close()
-        try:
-            return int(_named(self.folder / LATEST)[0].removeprefix("step-"))
-        except Damaged:
-            return None
+        name = self._pointed(LATEST)
+        return None if name is None else int(name.removeprefix("step-"))
 
     def leave(self, after: Callable[[], None]) -> None:
         """Do not wait for a checkpoint that is being written, and let none follow; `after` is called once the thread is idle."""
@@ -141,7 +139,7 @@ class Checkpoints:
         self.folder.mkdir(exist_ok=True)
         sync_folder(self.folder.parent)
         self.sweep()
-        if self._best() == name:
+        if self._pointed(BEST) == name:
             (self.folder / BEST).unlink()  # it belongs to an earlier attempt at the same steps
         write_folder(self.folder / name, {TENSORS: parts, FACTS: text})
         for pointer in (BEST, LATEST) if best else (LATEST,):
@@ -152,7 +150,7 @@ class Checkpoints:
         self._record(number, size, time.monotonic() - begin, best)
         # All stay but those before the last `config.keep`, and those that `latest` and `best` name.
         for each in _names(self.folder)[self.config.keep :]:
-            if each not in (name, self._best()):
+            if each not in (name, self._pointed(BEST)):
                 os.rename(self.folder / each, self.folder / f".{each}.old")
         self.sweep()
 
@@ -160,10 +158,10 @@ class Checkpoints:
         file = f"{CHECKPOINTS}/{_name(steps)}"
         self.written.append({"steps": steps, "file": file, "bytes": size, "seconds": seconds, "best": best})
 
-    def _best(self) -> str | None:
-        """Return the folder that `best` names; None if the file is missing or damaged."""
+    def _pointed(self, pointer: str) -> str | None:
+        """Return the folder that `latest` or `best` names; None if the file is missing or damaged."""
         try:
-            return _named(self.folder / BEST)[0]
+            return _named(self.folder / pointer)[0]
         except Damaged:
             return None
 
@@ -210,7 +208,7 @@ class Checkpoints:
                 continue
             self.last, folder = found.number, self.folder / name
             size = sum(path.stat().st_size for path in folder.iterdir())
-            self._record(found.number, size, None, self._best() == name)
+            self._record(found.number, size, None, self._pointed(BEST) == name)
             return found
         if foreign is not None:
             raise InputError(str(foreign))

@@ -16,7 +16,7 @@ from esper.leyline.protocols import Judgement
 from esper.tamiyo.policy.controller import Policy
 from esper.tamiyo.policy.network import GREEDY, SampledDecision, decide, full_precision
 from esper.tamiyo.policy.observation import History, Observation, observe
-from esper.tamiyo.policy.packages import Opened, package_costs, package_reasons, unpacked, with_packages
+from esper.tamiyo.policy.packages import Opened, package_costs, unpacked, with_packages
 from esper.tamiyo.rules.baselines import Rule, draws
 
 
@@ -119,8 +119,7 @@ class Learned(Rule):
         names, opened = self.policy.language.packages, self._opened
         self._done, self._reasons = chosen, [None] * len(chosen.op)
         if names:
-            self._done, self._opened = unpacked(view, chosen, names, opened)
-            self._reasons = package_reasons(view, chosen, self._done, opened)
+            self._done, self._opened, self._reasons = unpacked(view, chosen, names, opened)
         return self._done
 
     def reasons(self) -> Sequence[str | None]:

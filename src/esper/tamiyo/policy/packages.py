@@ -66,8 +66,10 @@ def package_costs(view: View, names: Sequence[str]) -> Floats:
     return np.broadcast_to(np.log1p(whole / view.host_params[:, None, None]), cost.shape)
 
 
-def unpacked(view: View, chosen: Actions, names: Sequence[str], opened: Opened) -> tuple[Actions, Opened]:
-    """Return what is carried out, and the packages that are planted afterwards.
+def unpacked(
+    view: View, chosen: Actions, names: Sequence[str], opened: Opened
+) -> tuple[Actions, Opened, list[str | None]]:
+    """Return what is carried out, the packages that are planted afterwards, and in words to which one a planting belongs.
 
     An environment with an opened package plants its next slot, the dearest first. Another one carries out what was `chosen`; of a
     package the first seed goes to the chosen slot.
@@ -85,22 +87,14 @@ def unpacked(view: View, chosen: Actions, names: Sequence[str], opened: Opened) 
     place = (opened.slots * (1 + cost)).argmax(1)
     more = seed._replace(op=np.full(len(envs), int(Op.GERMINATE)), slot=place)
     left = opened.slots & (np.arange(len(space.slots)) != place[:, None])
-    return choose(goes_on, more, first), choose(opens, Opened(others, first), Opened(left, seed))
-
-
-def package_reasons(view: View, chosen: Actions, carried: Actions, opened: Opened) -> list[str | None]:
-    """Return for each environment the package that its planting belongs to; None for other decisions.
-
-    chosen, carried: the argument and the result of `unpacked`. opened: the packages before it.
-    """
-    menu, goes_on = [blueprint.name for blueprint in view.space.blueprints], opened.rows
-    opens = (chosen.op == Op.GERMINATE) & (chosen.blueprint >= len(menu))
-    return [
-        f"{'a further' if further else 'the first'} seed of the package {menu[at]}, one decision for every slot"
-        if further or first
+    carried: Actions = choose(goes_on, more, first)
+    reasons = [
+        f"{'a further' if further else 'the first'} seed of the package {space.blueprints[at].name}, one decision for every slot"
+        if further or package_opens
         else None
-        for first, further, at in zip(opens.tolist(), goes_on.tolist(), carried.blueprint.tolist(), strict=True)
+        for package_opens, further, at in zip(opens.tolist(), goes_on.tolist(), carried.blueprint.tolist(), strict=True)
     ]
+    return carried, choose(opens, Opened(others, first), Opened(left, seed)), reasons
 
 
 def as_package(view: View, actions: Actions, names: Sequence[str], blueprint: Ints) -> Actions:
