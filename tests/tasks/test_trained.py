@@ -45,7 +45,7 @@ def test_the_pool_is_the_same_in_every_task_and_leaves_torchs_generator_alone(ta
 
 
 def test_a_plain_opponent_of_a_trained_host_is_not_trained(task):
-    plain = task.host.plain(500)
+    plain = task.plain(500)
     assert isinstance(plain, ResidualMLP)
 
 

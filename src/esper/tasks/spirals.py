@@ -4,7 +4,6 @@ E networks, B examples.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 
@@ -93,10 +92,6 @@ class Trained:
         host.load_state_dict({name: values[start] for name, values in self._weights.items()})
         return host
 
-    def plain(self, parameters: int) -> Callable[[], SegmentedHost]:
-        """Return a factory of untrained networks without narrow blocks and with at least `parameters` parameters."""
-        return self.architecture.plain(parameters)
-
     @cached_property
     def _weights(self) -> dict[str, Tensor]:
         """Train all hosts of the pool by AdamW, each with its own initial weights and order of examples: (POOL, *shape) each."""
@@ -135,6 +130,7 @@ def spirals_trained() -> Task:
         summary=TRAINED,
         host=Trained(SMALL, task),
         room=SMALL.room(),
+        plain=SMALL.plain,
         defaults={
             "steps": 24,
             "data": {"batch_size": 64, "batches_per_step": 8},
