@@ -50,22 +50,16 @@ class ControllerSpec:
     card: Callable[[], str] | None = None
 
 
-CONTROLLERS: Mapping[str, ControllerSpec] = MappingProxyType(
-    {
-        each.name: each
-        for each in (
-            ControllerSpec("never", lambda config: Never(), "always waits, so the host is trained without growth"),
-            ControllerSpec(
-                "random-valid", lambda config: RandomValid(), "draws decisions uniformly from the valid ones"
-            ),
-            ControllerSpec(
-                "heuristic",
-                lambda config: Heuristic(config.heuristic, config.gates, config.governor.param_limit),
-                "plants bypasses early where the host is narrow, and keeps seeds that contribute more than they cost",
-            ),
-        )
-    }
+_BUILT_IN = (
+    ControllerSpec("never", lambda config: Never(), "always waits, so the host is trained without growth"),
+    ControllerSpec("random-valid", lambda config: RandomValid(), "draws decisions uniformly from the valid ones"),
+    ControllerSpec(
+        "heuristic",
+        lambda config: Heuristic(config.heuristic, config.gates, config.governor.param_limit),
+        "plants bypasses early where the host is narrow, and keeps seeds that contribute more than they cost",
+    ),
 )
+CONTROLLERS: Mapping[str, ControllerSpec] = MappingProxyType({spec.name: spec for spec in _BUILT_IN})
 """The built-in controllers by name."""
 
 
