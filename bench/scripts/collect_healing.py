@@ -145,7 +145,7 @@ def concentrated(facts: Any) -> bool:
     return facts.damage.kind not in SPREAD and len(facts.damage.segments) <= 1
 
 
-def two_sites(facts: heal.Facts) -> bool:
+def two_sites(facts: heal.HealCase) -> bool:
     """Return whether the weights of two segments are damaged, and all others sound."""
     return facts.damage.kind not in SPREAD and len(facts.damage.segments) == 2
 
@@ -153,7 +153,7 @@ def two_sites(facts: heal.Facts) -> bool:
 class Setting(NamedTuple):
     """Says which cases of a host set are taken, and what differs from the defaults of the task."""
 
-    wanted: Callable[[heal.Facts], bool] = concentrated
+    wanted: Callable[[heal.HealCase], bool] = concentrated
     settings: Mapping[str, Any] = EMPTY
 
 

@@ -26,7 +26,7 @@ from esper_bench.controllers.placement import Collapse, ParticipationDrop, Place
 from esper_bench.controllers.plans import LOGITS_MIXED, NONE, SEVERAL, UNIFORM, Placed
 from esper_bench.controllers.shipped import Shipped
 from esper_bench.controllers.trees import Trees
-from esper_bench.healing.heal import Facts
+from esper_bench.healing.heal import HealCase
 from esper_bench.records import run_script
 
 PART, STARTS = "menu", 2
@@ -76,8 +76,8 @@ class Group(NamedTuple):
     plain: bool = True
 
     @property
-    def facts(self) -> list[Facts]:
-        found: list[Facts] = SOURCES[self.task].cases(PART, self.cases, self.setting, self.plain)
+    def facts(self) -> list[HealCase]:
+        found: list[HealCase] = SOURCES[self.task].cases(PART, self.cases, self.setting, self.plain)
         return found
 
 

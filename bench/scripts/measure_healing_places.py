@@ -35,16 +35,16 @@ from esper.runs.healing.heal import ranked
 from esper_bench.controllers.placement import Collapse, ParticipationDrop
 from esper_bench.controllers.plans import BYPASS, MIXED, NONE, UNIFORM, Plan
 from esper_bench.controllers.trees import Trees
-from esper_bench.healing.data import Part
+from esper_bench.healing.data import Subset
 from esper_bench.healing.frozen import sites_of
-from esper_bench.healing.heal import DamagedHost, Facts, split_of, trained_host
+from esper_bench.healing.heal import DamagedHost, HealCase, split_of, trained_host
 from esper_bench.records import run_script
 
 PART, CASES = "places", 96
 Slots = NDArray[np.int64]
 
 
-def by_streams(cases: Sequence[Facts], taught: bool = False, inner: bool = False) -> Slots:
+def by_streams(cases: Sequence[HealCase], taught: bool = False, inner: bool = False) -> Slots:
     """Return the slot (n,) that `esper heal` ranks first, without the intact network or with it.
 
     inner: rank only slots behind segments that keep the width of the stream, as the rules do.
@@ -54,7 +54,7 @@ def by_streams(cases: Sequence[Facts], taught: bool = False, inner: bool = False
         host = DamagedHost(facts.number, facts.damage, frozen=True, hosts=facts.hosts)()
         sites = sites_of(host)
         intact = trained_host(facts.number, of=facts.hosts) if taught else None
-        ranking = ranked(host, sites, split_of(facts, Part.PROBE).x, intact)
+        ranking = ranked(host, sites, split_of(facts, Subset.PROBE).x, intact)
         best = next(place for place in ranking if not inner or place.site != "embed")
         found.append(list(sites).index(best.site))
     return np.array(found)
@@ -76,12 +76,12 @@ def by_trees(plan: Plan, seen: Sequence[View]) -> Slots:
     return np.concatenate(found)
 
 
-def lost(cases: Sequence[Facts]) -> NDArray[np.float64]:
+def lost(cases: Sequence[HealCase]) -> NDArray[np.float64]:
     """Return the accuracy (n,) of the intact network on the sound test split."""
     found = []
     with torch.no_grad():
         for facts in cases:
-            x, y = facts.hosts.examples(facts.problem, Part.TEST, None)
+            x, y = facts.hosts.examples(facts.problem, Subset.TEST, None)
             output = trained_host(facts.number, of=facts.hosts)(x)[:, : facts.problem.classes]
             found.append(float((output.argmax(-1) == y).double().mean()))
     return np.array(found)

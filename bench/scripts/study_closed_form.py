@@ -12,25 +12,25 @@ from collect_healing import SOURCES
 from study_heal import STUDIES, difference
 from torch import nn
 
-from esper_bench.healing.data import Part
-from esper_bench.healing.heal import DEFAULTS, CorrectedHost, DamagedHost, Facts, split_of
+from esper_bench.healing.data import Subset
+from esper_bench.healing.heal import DEFAULTS, CorrectedHost, DamagedHost, HealCase, split_of
 
 TASK = "heal-images"
 
 
 @torch.no_grad()
-def accuracy(host: nn.Module, of: Facts) -> float:
+def accuracy(host: nn.Module, of: HealCase) -> float:
     """Return the accuracy of a host on the test split."""
-    x, y = split_of(of, Part.TEST)
+    x, y = split_of(of, Subset.TEST)
     return float((host(x)[:, : of.problem.classes].argmax(-1) == y).float().mean())
 
 
-def damaged(of: Facts) -> float:
+def damaged(of: HealCase) -> float:
     """Return J of the damaged host."""
     return accuracy(DamagedHost(of.number, of.damage, True, of.hosts)(), of)
 
 
-def corrected(of: Facts) -> float:
+def corrected(of: HealCase) -> float:
     """Return J of the corrected host, which pays rent for the parameters that the correction stores."""
     host, spent = CorrectedHost(of, DEFAULTS["governor"]["param_limit"]).corrected()
     size = sum(parameter.numel() for parameter in host.parameters())
@@ -40,7 +40,7 @@ def corrected(of: Facts) -> float:
 def main() -> None:
     torch.set_num_threads(1)
     study = STUDIES[TASK]
-    facts: list[Facts] = SOURCES[TASK].cases(study.part, study.cases)
+    facts: list[HealCase] = SOURCES[TASK].cases(study.part, study.cases)
     never, ours = (np.array([of(each) for each in facts]) for of in (damaged, corrected))
     host, kind = (
         np.array(column) for column in zip(*((each.number, str(each.damage.kind)) for each in facts), strict=True)

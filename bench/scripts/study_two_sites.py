@@ -42,7 +42,7 @@ from esper_bench.controllers.shipped import Shipped
 from esper_bench.controllers.trees import Trees
 from esper_bench.evaluation.plan_menu import UNMEASURED
 from esper_bench.evaluation.rivals import best_by_others
-from esper_bench.healing.heal import Facts
+from esper_bench.healing.heal import HealCase
 from esper_bench.records import run_script
 
 TWO_SITES = "two sites"
@@ -90,14 +90,14 @@ def planting(layer: Sequence[Placed], config: Config) -> Fixed:
     return Fixed(layer)
 
 
-def at_sites(facts: Facts) -> list[Placed]:
+def at_sites(facts: HealCase) -> list[Placed]:
     """List the plans at the slots behind the damaged segments: one at a slot, and one at both."""
     slots = sorted({min(segment, LAST) for segment in facts.damage.segments})
     both = [Placed(SEVERAL, slots[0], tuple(slots[1:]))] if len(slots) > 1 else []
     return [*(Placed(MIXED, slot) for slot in slots), *both]
 
 
-def every_plan(facts: Sequence[Facts]) -> dict[str, list[Placed]]:
+def every_plan(facts: Sequence[HealCase]) -> dict[str, list[Placed]]:
     """List VARIANTS at the damaged sites, all plans for one slot, and SEVERAL at each pair of slots."""
     slots = [sorted({min(segment, LAST) for segment in each.damage.segments}) or [-1] for each in facts]
     found = {f"{plan.name}{THERE}": [Placed(plan, own[0], tuple(own[1:])) for own in slots] for plan in VARIANTS}
@@ -106,7 +106,7 @@ def every_plan(facts: Sequence[Facts]) -> dict[str, list[Placed]]:
 
 
 def scores_of(
-    folder: Path, facts: Sequence[Facts], picked: Mapping[str, Sequence[Placed]], starts: int
+    folder: Path, facts: Sequence[HealCase], picked: Mapping[str, Sequence[Placed]], starts: int
 ) -> dict[str, Figures]:
     """Return the figures (n, starts) of every controller and, with several starts, of the oracle."""
     cases = zip(facts, zip(*picked.values(), strict=True), strict=True)

@@ -12,7 +12,7 @@ from esper.kasmina.host import SegmentedHost
 from esper.store.files import VARIABLE
 from esper_bench.healing import hosts as healing_hosts
 from esper_bench.healing.damage import Damage, DamageKind, damage_host
-from esper_bench.healing.heal import Facts, describe
+from esper_bench.healing.heal import HealCase, describe
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def quick_hosts(cache: Path) -> Iterator[None]:
     healing_hosts._group.cache_clear()
 
 
-def facts_of_first_hosts() -> Iterator[Facts]:
+def facts_of_first_hosts() -> Iterator[HealCase]:
     """Return what the training keys of the first hosts of `heal` stand for, which are trained together."""
     first = range(healing_hosts.GROUP)
     return (describe(start + number) for start in range(0, 40_000, healing_hosts.VECTORS.count) for number in first)

@@ -26,7 +26,7 @@ from esper.tasks.hosts.factories import MLP
 from esper.tasks.objectives import Classification
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import Observer, Step
-from esper_bench.healing.data import CLASSES, INPUTS, SIZES, Part, Problem, examples, one_of, problem
+from esper_bench.healing.data import CLASSES, INPUTS, SIZES, Problem, Subset, examples, one_of, problem
 from esper_bench.healing.unknown import KEYS as KEYS_BEFORE
 
 BLOCKS = 5
@@ -62,7 +62,7 @@ class _Draw(IntEnum):
     EXAMPLES = 205
 
 
-class Facts(NamedTuple):
+class GrowingCase(NamedTuple):
     """Says what a key stands for.
 
     Attributes:
@@ -78,7 +78,7 @@ class Facts(NamedTuple):
     examples: int
 
 
-def describe(key: int) -> Facts:
+def describe(key: int) -> GrowingCase:
     """Return what a key stands for. InputError for a key outside KEYS."""
     if not any(key in keys for keys in KEYS.values()):
         known = ", ".join(f"{name} {part.start:,} to {part.stop - 1:,}" for name, part in KEYS.items())
@@ -95,14 +95,14 @@ def describe(key: int) -> Facts:
     usual, few = one_of(HIDDEN, once(_Draw.HIDDEN)), one_of(NARROW, once(_Draw.NARROW))
     hidden = tuple(few if block in narrow else usual for block in range(BLOCKS))
     host = MLP(of.inputs, one_of(WIDTHS, once(_Draw.WIDTH)), hidden, of.classes)
-    return Facts(of, host, tuple(narrow), one_of(EXAMPLES, once(_Draw.EXAMPLES)))
+    return GrowingCase(of, host, tuple(narrow), one_of(EXAMPLES, once(_Draw.EXAMPLES)))
 
 
 def sample(key: int) -> Instance:
     """Return the instance of a key, without its test split."""
     facts = describe(key)
-    probe, validation = (examples(facts.problem, part) for part in (Part.PROBE, Part.VALIDATION))
-    train = examples(facts.problem, Part.HOST, facts.examples)
+    probe, validation = (examples(facts.problem, part) for part in (Subset.PROBE, Subset.VALIDATION))
+    train = examples(facts.problem, Subset.HOST, facts.examples)
     return Instance(facts.host, train, probe, validation, facts.problem.classes)
 
 
@@ -112,9 +112,9 @@ def grow_unknown() -> Mixture:
     return Mixture(
         name="grow-unknown",
         summary="networks with narrow blocks that train from scratch to an unknown stop: where, how much and when to grow",
-        room=room._replace(lengths=Lengths(SIZES[Part.PROBE], max(SIZES[Part.VALIDATION], SIZES[Part.TEST]))),
+        room=room._replace(lengths=Lengths(SIZES[Subset.PROBE], max(SIZES[Subset.VALIDATION], SIZES[Subset.TEST]))),
         sample=sample,
-        test=lambda key: examples(describe(key).problem, Part.TEST),
+        test=lambda key: examples(describe(key).problem, Subset.TEST),
         ranges=KEYS,
         objective=Classification(CLASSES),
         menu=("bypass-mlp-2", "bypass-mlp-8", "mlp-small"),

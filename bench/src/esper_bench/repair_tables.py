@@ -17,7 +17,7 @@ _DRAW = 1000  # of the table; the draws of `repair` come before it
 
 
 @dataclass(frozen=True)
-class Facts:
+class TableCase:
     """Says what a key stands for, without its data.
 
     Attributes:
@@ -70,14 +70,14 @@ def sample(key: int) -> Instance:
     return Instance(facts.host, train, probe, validation, task.objective.outputs, classes=task.classes)
 
 
-def describe(key: int) -> Facts:
+def describe(key: int) -> TableCase:
     """Return what a key stands for. InputError for a key outside `repair.RANGES`."""
     damaged = repair.describe(key)
     drawn = keys.uniform(keys.key(keys.Purpose.INSTANCE, key, _DRAW))[0]
     name = TABLES[int(drawn * len(TABLES))]
     task = _table(name)
     host = replace(damaged.host, inputs=_features(task), outputs=task.objective.outputs)
-    return Facts(key, name, damaged.damage, host)
+    return TableCase(key, name, damaged.damage, host)
 
 
 @lru_cache

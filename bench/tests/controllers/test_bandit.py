@@ -9,7 +9,16 @@ from safetensors.numpy import load, save
 from esper.leyline.config.tree import build_config
 from esper.leyline.errors import InputError
 from esper.tamiyo.catalog import find_controller, get_controller
-from esper_bench.controllers.bandit import NAMES, NOISE, PRIOR, Bandit, Linear, contexts, load_bandit, save_bandit
+from esper_bench.controllers.bandit import (
+    NAMES,
+    NOISE,
+    PRIOR,
+    Bandit,
+    Posterior,
+    contexts,
+    load_bandit,
+    save_bandit,
+)
 from esper_bench.controllers.healing_features import FEATURES, UNKNOWN
 from esper_bench.controllers.plans import BYPASS, HERE, NONE, UNIFORM
 
@@ -32,7 +41,7 @@ def taught(seed: int, count: int = 40) -> Bandit:
 @settings(max_examples=20, deadline=None)
 def test_the_posterior_is_that_of_all_observations_at_once(seed: int, count: int) -> None:
     x, gain = some(seed, count, 5), some(seed + 1, count)
-    model = Linear.prior(5)
+    model = Posterior.prior(5)
     for row, value in zip(x, gain, strict=True):
         model = model.observed(row, float(value))
     covariance = np.linalg.inv(PRIOR * np.eye(5) + x.T @ x)

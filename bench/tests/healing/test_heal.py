@@ -17,7 +17,7 @@ from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import play
 from esper_bench.healing.damage import OTHER_PROBABILITIES, DamageKind, damage_split
-from esper_bench.healing.data import HEALING, Part, examples
+from esper_bench.healing.data import HEALING, Subset, examples
 from esper_bench.healing.heal import (
     DEFAULTS,
     KEYS,
@@ -83,7 +83,7 @@ def test_a_key_out_of_range_is_refused_with_the_ranges() -> None:
 def test_an_instance_heals_on_examples_of_its_host_in_the_damaged_world(kind: DamageKind) -> None:
     facts = describe(first(kind))
     train = splits(facts.key)[0]
-    own = damage_split(examples(facts.problem, Part.HOST), facts.damage, facts.problem.classes)
+    own = damage_split(examples(facts.problem, Subset.HOST), facts.damage, facts.problem.classes)
     assert len(train.y) == HEALING
     assert torch.equal(train.x, own.x[:HEALING])  # type: ignore[index, arg-type]
     assert torch.equal(train.y, own.y[:HEALING])
@@ -94,7 +94,7 @@ def test_no_example_of_a_host_is_in_the_probe_validation_or_test_split() -> None
         facts = describe(key)
         if facts.damage.kind == DamageKind.INPUT and facts.damage.severity == 0:
             continue  # dead inputs can make two examples alike
-        own = damage_split(examples(facts.problem, Part.HOST), facts.damage, facts.problem.classes).x
+        own = damage_split(examples(facts.problem, Subset.HOST), facts.damage, facts.problem.classes).x
         seen = {tuple(row.tolist()) for row in own}  # type: ignore[union-attr]
         _, *held = splits(key)
         for split in held:

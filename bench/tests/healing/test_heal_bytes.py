@@ -24,7 +24,7 @@ from esper_bench.healing.byte_damage import Half, half_of, symbol_map
 from esper_bench.healing.byte_hosts import GROUP, HOST, LAYERS, cache_folder, train_group, trained_weights
 from esper_bench.healing.byte_text import SYMBOLS, common, texts, windows
 from esper_bench.healing.damage import DamageKind, low_rank
-from esper_bench.healing.data import Part
+from esper_bench.healing.data import Subset
 from esper_bench.healing.heal_bytes import (
     DEFAULTS,
     HOSTS,
@@ -42,7 +42,7 @@ from esper_bench.healing.heal_bytes import (
     trained_host,
 )
 
-SPLITS = (Part.HOST, Part.PROBE, Part.VALIDATION, Part.TEST)
+SPLITS = (Subset.HOST, Subset.PROBE, Subset.VALIDATION, Subset.TEST)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -76,7 +76,7 @@ def test_parts_share_no_key_and_no_host_and_hosts_return_with_other_damage_and_t
     one, other = describe(3), describe(3 + HOSTS)
     assert one.number == other.number
     assert one.damage != other.damage
-    assert not torch.equal(split_of(one, Part.PROBE).y, split_of(other, Part.PROBE).y)
+    assert not torch.equal(split_of(one, Subset.PROBE).y, split_of(other, Subset.PROBE).y)
     with pytest.raises(
         InputError, match=r"^key -1 is not an instance of 'heal-bytes'; the keys are training 0 to 1,048,575, "
     ):
@@ -88,15 +88,15 @@ def test_no_two_parts_share_a_file_and_every_window_is_text_of_its_part_with_the
     files = {
         name: content for name, content in byte_text.sources(folder).items() if not content.translate(None, SYMBOLS)
     }
-    whole = {part: bytes(SYMBOLS[symbol] for symbol in texts()[part].tolist()) for part in (Part.PROBE, Part.TEST)}
+    whole = {part: bytes(SYMBOLS[symbol] for symbol in texts()[part].tolist()) for part in (Subset.PROBE, Subset.TEST)}
     long = [content for content in files.values() if len(content) > 20_000]
     for content in long:
         assert sum(content in text for text in whole.values()) <= 1
     assert sum(map(len, texts().values())) == sum(map(len, files.values()))
-    split = windows(Part.TEST, 5, np.arange(20))
+    split = windows(Subset.TEST, 5, np.arange(20))
     assert torch.equal(split.x[:, 1:], split.y[:, :-1])
     for x, y in zip(split.x.tolist(), split.y.tolist(), strict=True):
-        assert bytes(SYMBOLS[symbol] for symbol in [*x, y[-1]]) in whole[Part.TEST]
+        assert bytes(SYMBOLS[symbol] for symbol in [*x, y[-1]]) in whole[Subset.TEST]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_the_tasks_have_the_same_text_and_hosts_that_are_frozen_or_not(build) ->
     task, instance, other = build(), build().instance(5), heal_bytes().instance(5)
     assert torch.equal(instance.train.x, other.train.x)
     assert [len(split.y) for split in instance[1:4]] == [SIZES[part] for part in SPLITS[:3]]
-    assert len(task.test_split(5).y) == SIZES[Part.TEST]
+    assert len(task.test_split(5).y) == SIZES[Subset.TEST]
     frozen = {not parameter.requires_grad for parameter in instance.host().parameters()}
     assert frozen == {build in (heal_bytes, heal_bytes_taught, heal_bytes_eora)}
     assert (instance.intact is not None) == (build is heal_bytes_taught)
@@ -120,7 +120,7 @@ def test_an_open_transformer_computes_what_a_transformer_does_and_can_be_named()
         host = HOST()
     with drawn_with(1):
         closed = Transformer(HOST.vocabulary, HOST.width, HOST.layers, HOST.heads, HOST.length)()
-    x = windows(Part.TEST, 1, np.arange(3)).x
+    x = windows(Subset.TEST, 1, np.arange(3)).x
     torch.testing.assert_close(host(x), closed(x))
     assert sum(p.numel() for p in host.parameters()) == sum(p.numel() for p in closed.parameters()) == 54_592
     assert [slot.name for slot in host.slots] == ["embed", *(f"block{k}" for k in range(4)), "head"]
@@ -200,7 +200,7 @@ def test_weights_of_one_half_become_of_low_rank_and_tied_weights_are_damaged_onc
 
 def test_a_correction_in_closed_form_restores_maps_and_leaves_the_vectors_of_the_tokens() -> None:
     facts = describe(first(DamageKind.LOW_RANK))
-    x = split_of(facts, Part.HOST).x
+    x = split_of(facts, Subset.HOST).x
     intact = trained_host(facts.number)(x).detach()
     hosts = [CorrectedTransformer(facts, cap)() for cap in (0.0, 0.06, 10.0)]
     away = [float((host(x).detach() - intact).square().mean()) for host in hosts]
@@ -227,8 +227,8 @@ def test_damage_of_the_text_changes_symbols_of_the_input_or_of_the_output_alone(
         moved = [a for a, b in enumerate(symbols) if a != b]
         assert sorted(symbols) == list(range(len(SYMBOLS)))
         assert 2 <= len(moved) <= 16
-        sound = windows(Part.TEST, facts.key, np.arange(SIZES[Part.TEST]))
-        split = split_of(facts, Part.TEST)
+        sound = windows(Subset.TEST, facts.key, np.arange(SIZES[Subset.TEST]))
+        split = split_of(facts, Subset.TEST)
         pairs = ((split.x, sound.x), (split.y, sound.y))
         same, other = pairs if kind == DamageKind.LABELS else pairs[::-1]
         assert torch.equal(*same)

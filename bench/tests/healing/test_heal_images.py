@@ -30,7 +30,7 @@ from esper_bench.controllers.placement import DriftRise
 from esper_bench.controllers.plans import MIXED
 from esper_bench.healing.bridged import Bridged, BridgedCNN
 from esper_bench.healing.damage import Damage, DamageKind, damage_split, input_group, prune_units
-from esper_bench.healing.data import HEALING, SIZES, Part
+from esper_bench.healing.data import HEALING, SIZES, Subset
 from esper_bench.healing.heal import (
     MENU,
     RANGES,
@@ -216,12 +216,14 @@ def test_the_examples_that_train_and_heal_a_host_are_in_no_other_split() -> None
         facts = describe(first(kind), IMAGES)
         instance, test = heal(IMAGES).instance(facts.key), heal(IMAGES).test_split(facts.key)
         assert test is not None
-        own = IMAGES.examples(facts.problem, Part.HOST, None).x
+        own = IMAGES.examples(facts.problem, Subset.HOST, None).x
         assert isinstance(own, Tensor)
         assert torch.equal(instance.train.x, own[:HEALING])  # type: ignore[arg-type]
         seen = {tuple(row.flatten().tolist()) for row in own}
         held = (instance.probe, instance.validation, test)
-        assert [len(split.y) for split in held] == [SIZES[part] for part in (Part.PROBE, Part.VALIDATION, Part.TEST)]
+        assert [len(split.y) for split in held] == [
+            SIZES[part] for part in (Subset.PROBE, Subset.VALIDATION, Subset.TEST)
+        ]
         for split in held:
             assert not seen & {tuple(row.flatten().tolist()) for row in split.x}
 
@@ -243,7 +245,7 @@ def test_the_reference_tasks_have_the_same_data_and_hosts_that_train() -> None:
 
 def test_a_correction_in_closed_form_restores_pruned_channels() -> None:
     facts = describe(first(DamageKind.PRUNED), IMAGES)
-    x = split_of(facts, Part.HOST).x
+    x = split_of(facts, Subset.HOST).x
     with torch.no_grad():
         intact = trained_host(facts.number, of=IMAGES)(x)
         away = [float((CorrectedHost(facts, cap)()(x) - intact).square().mean()) for cap in (0.0, 0.06, 10.0)]

@@ -12,7 +12,7 @@ from sklearn.datasets import load_digits
 from esper.leyline.errors import InputError
 from esper.store.files import VARIABLE
 from esper_bench.healing import hosts as healing_hosts
-from esper_bench.healing.data import FAMILIES, PIXEL_SCALE, SIZES, Part, digit_pools, examples, problem
+from esper_bench.healing.data import FAMILIES, PIXEL_SCALE, SIZES, Subset, digit_pools, examples, problem
 from esper_bench.healing.hosts import (
     GROUP,
     RESIDUAL,
@@ -58,8 +58,8 @@ def test_a_host_is_plain_or_residual_throughout_and_fits_into_the_largest() -> N
 
 @pytest.mark.parametrize("number", one_of_each_family())
 def test_the_parts_of_a_problem_share_no_example(number: int) -> None:
-    parts = [examples(problem(number), part) for part in list(Part)[:5]]
-    assert [len(part.y) for part in parts] == [SIZES[part] for part in list(Part)[:5]]
+    parts = [examples(problem(number), part) for part in list(Subset)[:5]]
+    assert [len(part.y) for part in parts] == [SIZES[part] for part in list(Subset)[:5]]
     rows = np.concatenate([part.x.numpy() for part in parts])  # type: ignore[union-attr]
     assert len(np.unique(rows, axis=0)) == len(rows)
     assert np.isfinite(rows).all()
@@ -72,7 +72,7 @@ def test_no_digit_that_trains_a_host_is_in_a_probe_or_test_split_of_any() -> Non
     pools = [set(map(tuple, x.tolist())) for x, _ in digit_pools()]
     assert sum(map(len, pools)) == len(set().union(*pools)) == 1797
     digits = [n for n in NUMBERS if problem(n).family == "digits" and problem(n).noise == 0][:3]
-    for part, pool in zip(list(Part)[:5], pools, strict=True):
+    for part, pool in zip(list(Subset)[:5], pools, strict=True):
         known = {tuple(np.float32(row)) for row in pool}
         for n in digits:
             assert {tuple(row.numpy()) for row in examples(problem(n), part).x} <= known
@@ -89,14 +89,14 @@ def test_digits_that_test_final_hosts_test_no_other_host_and_train_none_of_their
     usual, exchanged = images(False), images(True)
     assert [len(pool) for pool in exchanged] == [len(pool) for pool in usual]
     assert len(set().union(*exchanged)) == 1797
-    for part in (Part.PROBE, Part.VALIDATION, Part.TEST):
-        assert exchanged[part] <= usual[Part.HOST]
-        assert usual[part] <= exchanged[Part.HOST]
+    for part in (Subset.PROBE, Subset.VALIDATION, Subset.TEST):
+        assert exchanged[part] <= usual[Subset.HOST]
+        assert usual[part] <= exchanged[Subset.HOST]
 
 
 def test_fewer_examples_are_the_first_of_all() -> None:
     for number in one_of_each_family():
-        few, whole = examples(problem(number), Part.HOST, 20), examples(problem(number), Part.HOST)
+        few, whole = examples(problem(number), Subset.HOST, 20), examples(problem(number), Subset.HOST)
         assert torch.equal(few.x, whole.x[:20])  # type: ignore[index, arg-type]
         assert torch.equal(few.y, whole.y[:20])
 
@@ -114,7 +114,7 @@ def test_a_trained_host_is_far_better_than_an_untrained_one(trained: dict[str, t
         weights = {k.removeprefix(f"{place}."): v for k, v in trained.items() if k.startswith(f"{place}.")}
         fresh = {name: value.detach() for name, value in architecture(place)().named_parameters()}
         assert set(weights) == set(fresh)
-        assert soundness(place, weights, Part.TEST) > soundness(place, fresh, Part.TEST) + 0.4
+        assert soundness(place, weights, Subset.TEST) > soundness(place, fresh, Subset.TEST) + 0.4
 
 
 def test_training_is_the_same_again_and_leaves_torchs_generator_alone(trained: dict[str, torch.Tensor]) -> None:

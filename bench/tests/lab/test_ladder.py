@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from esper.tamiyo.policy.controller import Language, Policy
-from esper_bench.lab.ladder import LIFT, RIPE, RUNGS, Planned, Planting, optimum, score, train
+from esper_bench.lab.ladder import LIFT, RIPE, RUNGS, PlanPlayer, SlotPlan, optimum, score, train
 from esper_bench.lab.optimum import solve
 from esper_bench.lab.sandbox import Sandbox, play
 
@@ -36,14 +36,14 @@ def test_no_kind_of_problem_is_without_reward_and_an_untrained_policy_is_far_fro
 def test_a_bait_pays_before_it_costs():
     rung = RUNGS["bait"]
     sandbox = Sandbox(rung.process, {"envs": 1})
-    bait = Planned([(Planting(1, 0),)], 1, 0, several=False)  # kind 0: slot 0 is right, slot 1 the bait
+    bait = PlanPlayer([(SlotPlan(1, 0),)], 1, 0, several=False)  # kind 0: slot 0 is right, slot 1 the bait
     assert play(sandbox, bait, np.zeros(1, np.int64)) < -0.1
 
 
 def test_where_only_incubating_tells_no_single_planting_earns_more_than_its_share():
     process = RUNGS["incubation"].process
     sandbox = Sandbox(process, {"envs": process.kinds})
-    alone = play(sandbox, Planned([(Planting(0, 0),)] * process.kinds, 1, 0, several=True))
+    alone = play(sandbox, PlanPlayer([(SlotPlan(0, 0),)] * process.kinds, 1, 0, several=True))
     assert 0 < alone.mean() < 0.25 * np.mean(optimum("incubation"))
 
 

@@ -28,7 +28,7 @@ PRIOR, NOISE, CLIP = 1.0, 0.1, 4.0
 """Precision of the prior, in units of 1 / NOISE^2; standard deviation of a gain given its features [J]; largest feature."""
 
 
-class Linear(NamedTuple):
+class Posterior(NamedTuple):
     """Holds the posterior of w in gain = w . x + noise, with the prior N(0, NOISE^2 / PRIOR) and noise N(0, NOISE^2).
 
     Attributes:
@@ -40,14 +40,14 @@ class Linear(NamedTuple):
     moment: Floats
 
     @classmethod
-    def prior(cls, size: int) -> "Linear":
+    def prior(cls, size: int) -> "Posterior":
         """Return the posterior of no observation, D = size."""
         return cls(np.eye(size) / PRIOR, np.zeros(size))
 
-    def observed(self, x: Floats, gain: float) -> "Linear":
+    def observed(self, x: Floats, gain: float) -> "Posterior":
         """Add an observation x (D,) to the posterior: C - C x x' C / (1 + x' C x) (Sherman and Morrison), b + gain x."""
         towards = self.covariance @ x
-        return Linear(self.covariance - np.outer(towards, towards) / (1 + x @ towards), self.moment + gain * x)
+        return Posterior(self.covariance - np.outer(towards, towards) / (1 + x @ towards), self.moment + gain * x)
 
     def mean(self, x: Floats) -> Floats:
         """Return the expected gains of x (..., D) -> (...) [J]."""
@@ -75,10 +75,10 @@ class Bandit(Placement):
     best so far.
     """
 
-    def __init__(self, models: Mapping[str, Linear] | None = None, bold: float = 0.0) -> None:
+    def __init__(self, models: Mapping[str, Posterior] | None = None, bold: float = 0.0) -> None:
         super().__init__()
         size = len(FEATURES) + 1
-        self.models = dict(models or {plan.name: Linear.prior(size) for plan in PLACED})
+        self.models = dict(models or {plan.name: Posterior.prior(size) for plan in PLACED})
         self.bold = bold
         self.context = np.zeros((0, 0, size))  # (E, S, D) of the last picks
         self.picked: list[tuple[Plan, int]] = []  # the last picks (E,), slot -1 for a plan without one
@@ -120,7 +120,9 @@ class Bandit(Placement):
 
 def save_bandit(path: Path, bandit: Bandit) -> None:
     """Write a file; an interrupted write leaves the old one."""
-    tensors = {f"{name}.{part}": getattr(own, part) for name, own in bandit.models.items() for part in Linear._fields}
+    tensors = {
+        f"{name}.{part}": getattr(own, part) for name, own in bandit.models.items() for part in Posterior._fields
+    }
     write_atomic(path, save({**tensors, NAMES: np.frombuffer(json.dumps(FEATURES).encode(), np.uint8)}))
 
 
@@ -130,7 +132,9 @@ def load_bandit(path: Path, bold: float = 0.0) -> Bandit:
     try:
         tensors = load(data)
         names = tuple(json.loads(bytes(tensors.pop(NAMES))))
-        models = {plan.name: Linear(*(tensors[f"{plan.name}.{part}"] for part in Linear._fields)) for plan in PLACED}
+        models = {
+            plan.name: Posterior(*(tensors[f"{plan.name}.{part}"] for part in Posterior._fields)) for plan in PLACED
+        }
     except (SafetensorError, KeyError, ValueError, TypeError):
         raise InputError(
             f"{path} is not the file of a bandit; train one with bench/scripts/study_learners.py"

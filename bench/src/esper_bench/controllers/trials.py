@@ -21,7 +21,7 @@ TRIALS = "trials:"
 """Prefix of the names of controllers that try the candidates of a rule."""
 
 
-class Given(Placement):
+class GivenSeeds(Placement):
     """Plants what it is given."""
 
     sensors_every = 0
@@ -77,7 +77,7 @@ class Trials(Placement):
         if not len(env):
             return None
         flat = first([[choice] for each in contested for choice in self._ranking[each]])
-        return Proposed(env, Given(flat), min(self.config.trial_steps, view.steps - view.step))
+        return Proposed(env, GivenSeeds(flat), min(self.config.trial_steps, view.steps - view.step))
 
     def tried(self, worth: NDArray[np.float64]) -> None:
         """Choose by J (n,) of the copies. A copy whose J is not a number is not chosen."""

@@ -115,7 +115,7 @@ def search_plans(
     )
 
 
-class Stage(NamedTuple):
+class SearchStage(NamedTuple):
     """Says what a stage of a search found.
 
     Attributes:
@@ -135,7 +135,7 @@ Grow = Callable[[NDArray[np.int64], int, int], Floats]
 """From candidates (n,), the number of instances before, and that of further ones, to the sum of J (n,) over the further ones."""
 
 
-def climb(every: Sequence[Candidate], episodes: int, instances: int, grow: Grow) -> list[Stage]:
+def climb(every: Sequence[Candidate], episodes: int, instances: int, grow: Grow) -> list[SearchStage]:
     """Search among candidates in one or two stages; see `search_plans`. The best plan is the first one of the last stage."""
     first = np.flatnonzero([candidate.first for candidate in every])
     half = episodes // 2
@@ -207,7 +207,7 @@ def _cost(sizes: Sequence[int]) -> int:
     return sum(count * GROWTH**rung for rung, count in enumerate(sizes))
 
 
-def halve(arms: NDArray[np.int64], steps: Sequence[tuple[int, int]], grow: Grow) -> Stage:
+def halve(arms: NDArray[np.int64], steps: Sequence[tuple[int, int]], grow: Grow) -> SearchStage:
     """Search among candidates by rungs.
 
     steps: from `rungs`. Candidates that leave earlier come later in the order, and equal ones in that of `arms`. A J that is
@@ -220,7 +220,7 @@ def halve(arms: NDArray[np.int64], steps: Sequence[tuple[int, int]], grow: Grow)
             totals[index] += total
         score = np.nan_to_num([totals[index] for index in alive.tolist()], nan=-np.inf)
         order, done = np.concatenate([alive[np.argsort(-score, kind="stable")], order[count:]]), done + more
-    return Stage(order, totals[int(order[0])] / done, done, sum(count * more for count, more in steps))
+    return SearchStage(order, totals[int(order[0])] / done, done, sum(count * more for count, more in steps))
 
 
 class _CandidateGrower(NamedTuple):

@@ -19,7 +19,7 @@ from esper.leyline.data import keys
 from esper.tasks.objectives import NextByte
 from esper_bench.healing import hosts as healing_hosts
 from esper_bench.healing.byte_text import LENGTH, SYMBOLS, digest, windows
-from esper_bench.healing.data import Draw, Part
+from esper_bench.healing.data import HostDraw, Subset
 from esper_bench.healing.hosts import Weights, read_group, write_group
 from esper_bench.healing.open_transformer import OpenTransformer
 
@@ -68,7 +68,7 @@ def train_group(numbers: Sequence[int], updates: int = UPDATES) -> Weights:
     with torch.random.fork_rng(devices=[]), torch.enable_grad():  # a host may be asked for under torch.no_grad
         stack = Stack(HOST(), len(numbers), dtype=torch.float32)
         for row, number in enumerate(numbers):
-            with drawn_with(keys.scalar(keys.Purpose.HEALING, number, Draw.START)):
+            with drawn_with(keys.scalar(keys.Purpose.HEALING, number, HostDraw.START)):
                 stack.write(row, HOST().float())
         _train(stack, numbers, updates)
         found = {}
@@ -78,7 +78,7 @@ def train_group(numbers: Sequence[int], updates: int = UPDATES) -> Weights:
     return found
 
 
-def bits(host: SegmentedHost, number: int, part: Part = Part.VALIDATION, count: int = 256) -> float:
+def bits(host: SegmentedHost, number: int, part: Subset = Subset.VALIDATION, count: int = 256) -> float:
     """Measure the bits that a byte of a part takes under a host, over `count` windows that the number draws."""
     x, y = windows(part, number, -1, np.arange(count))
     objective = NextByte(HOST.vocabulary)
@@ -93,7 +93,7 @@ def _train(stack: Stack, numbers: Sequence[int], updates: int) -> None:
         for group in optimizer.param_groups:
             cosine = 0.5 * (1 + math.cos(math.pi * update / updates)) + 0.01
             group["lr"] = LR * min(1.0, (update + 1) / WARM_UP) * cosine
-        drawn = [windows(Part.HOST, number, update, np.arange(BATCH)) for number in numbers]
+        drawn = [windows(Subset.HOST, number, update, np.arange(BATCH)) for number in numbers]
         x, y = (torch.stack([split[k] for split in drawn]) for k in (0, 1))  # type: ignore[misc]
         loss = objective.loss(stack(x, slice(0, len(numbers))), y).mean(1).sum()
         stack.columns["gradient"].zero_()

@@ -16,12 +16,12 @@ from esper.leyline.data import keys
 from esper.leyline.data.task import Split
 from esper.leyline.errors import InputError
 from esper.tasks.text import sources
-from esper_bench.healing.data import Part
+from esper_bench.healing.data import Subset
 
 SYMBOLS = b"\n" + bytes(range(32, 127))
 """The newline and the printable ASCII characters; a symbol is an index. A file with any other byte is left out."""
 LENGTH = 32  # of a window
-SHARES = {Part.HOST: 0.7, Part.PROBE: 0.8, Part.VALIDATION: 0.9, Part.TEST: 1.0}
+SHARES = {Subset.HOST: 0.7, Subset.PROBE: 0.8, Subset.VALIDATION: 0.9, Subset.TEST: 1.0}
 """Shares of the files, up to which each part goes."""
 LEAST = 2**15  # symbols of a part
 WINDOW = 200  # names the draw of the windows in keys
@@ -30,13 +30,13 @@ Symbols = NDArray[np.uint8]
 
 
 @lru_cache(maxsize=1)
-def texts() -> dict[Part, Symbols]:
+def texts() -> dict[Subset, Symbols]:
     """Read the symbols of every part, (N,) uint8. A hash of its name decides which part a file belongs to.
 
     InputError if the sources of this Python's standard library are not files.
     """
     folder = Path(sysconfig.get_path("stdlib"))
-    parts: dict[Part, list[bytes]] = {part: [] for part in SHARES}
+    parts: dict[Subset, list[bytes]] = {part: [] for part in SHARES}
     for name, content in sources(folder).items():
         if not content.translate(None, SYMBOLS):
             share = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
@@ -56,15 +56,15 @@ def texts() -> dict[Part, Symbols]:
 @lru_cache(maxsize=1)
 def digest() -> str:
     """Compute eight hexadecimal digits of a hash of the text that hosts are trained on, which another Python changes."""
-    return hashlib.sha256(texts()[Part.HOST].tobytes()).hexdigest()[:8]
+    return hashlib.sha256(texts()[Subset.HOST].tobytes()).hexdigest()[:8]
 
 
 def common() -> list[int]:
     """List all symbols, the most frequent one of the text that hosts are trained on first."""
-    return np.bincount(texts()[Part.HOST], minlength=len(SYMBOLS)).argsort(kind="stable")[::-1].tolist()
+    return np.bincount(texts()[Subset.HOST], minlength=len(SYMBOLS)).argsort(kind="stable")[::-1].tolist()
 
 
-def windows(part: Part, number: int, *indices: int | NDArray[np.int64]) -> Split:
+def windows(part: Subset, number: int, *indices: int | NDArray[np.int64]) -> Split:
     """Draw windows of a part by a number and indices: x (..., L) int64, and y of the same shape, the symbols behind.
 
     indices: integer arrays, which broadcast to (...). Windows may overlap.

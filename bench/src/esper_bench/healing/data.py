@@ -46,7 +46,7 @@ OTHER = range(FINAL.stop, FINAL.stop + 2**16)
 """The same with kinds of damage that nothing was chosen on."""
 
 
-class Part(IntEnum):
+class Subset(IntEnum):
     """Names the sets of examples of one problem. No two sets share an example; the values are part of keys."""
 
     HOST = 0  # the host is trained on them, and heals on the first HEALING of them
@@ -57,14 +57,21 @@ class Part(IntEnum):
     REFERENCE = 5  # inputs by which the outputs of a teacher are normalised
 
 
-SIZES: Mapping[Part, int] = MappingProxyType(
-    {Part.HOST: 900, Part.SOUND: 200, Part.PROBE: 100, Part.VALIDATION: 200, Part.TEST: 397, Part.REFERENCE: 1000}
+SIZES: Mapping[Subset, int] = MappingProxyType(
+    {
+        Subset.HOST: 900,
+        Subset.SOUND: 200,
+        Subset.PROBE: 100,
+        Subset.VALIDATION: 200,
+        Subset.TEST: 397,
+        Subset.REFERENCE: 1000,
+    }
 )
 HEALING = 128
 """Examples on which a damaged host heals: the first of those that it was trained on."""
 
 
-class Draw(IntEnum):
+class HostDraw(IntEnum):
     """Names the draws of a host and its problem. The values are part of keys."""
 
     FAMILY = 100
@@ -109,11 +116,11 @@ class Problem:
     noise: float
     detail: float
 
-    def uniform(self, draw: Draw, *indices: int | NDArray[np.int64]) -> Floats:
+    def uniform(self, draw: HostDraw, *indices: int | NDArray[np.int64]) -> Floats:
         """Draw numbers in [0, 1); integer arrays broadcast."""
         return uniform(self.number, draw, *indices)
 
-    def normal(self, draw: Draw, part: int, *shape: int) -> Floats:
+    def normal(self, draw: HostDraw, part: int, *shape: int) -> Floats:
         """Draw standard normal numbers: sqrt(-2 ln(1 - u)) cos(2 pi v), after Box and Muller, 1958."""
         index = np.arange(math.prod(shape)).reshape(shape)
         u, v = (self.uniform(draw, part, half, index) for half in (0, 1))
@@ -123,11 +130,11 @@ class Problem:
 def problem(number: int, families: Mapping[str, float] = FAMILIES) -> Problem:
     """Draw the problem of a host's number, of one of the families with these probabilities."""
 
-    def once(draw: Draw) -> float:
+    def once(draw: HostDraw) -> float:
         return float(uniform(number, draw)[0])
 
     bounds = np.cumsum(list(families.values()))
-    family = list(families)[min(int(np.searchsorted(bounds, once(Draw.FAMILY), side="right")), len(families) - 1)]
+    family = list(families)[min(int(np.searchsorted(bounds, once(HostDraw.FAMILY), side="right")), len(families) - 1)]
     classes, inputs, noise, detail = {
         "digits": ((10,), (64,), NOISES, (0.0,)),
         "clusters": (range(3, 8), (16, 24, 32, 40), (0.0,), (1.0, 2.0)),
@@ -139,21 +146,21 @@ def problem(number: int, families: Mapping[str, float] = FAMILIES) -> Problem:
     return Problem(
         number,
         family,
-        inputs=one_of(inputs, once(Draw.INPUTS)),
-        classes=one_of(classes, once(Draw.CLASSES)),
-        noise=one_of(noise, once(Draw.NOISE)),
-        detail=one_of(detail, once(Draw.TURNS)),
+        inputs=one_of(inputs, once(HostDraw.INPUTS)),
+        classes=one_of(classes, once(HostDraw.CLASSES)),
+        noise=one_of(noise, once(HostDraw.NOISE)),
+        detail=one_of(detail, once(HostDraw.TURNS)),
     )
 
 
-def examples(of: Problem, part: Part, count: int | None = None) -> Split:
+def examples(of: Problem, part: Subset, count: int | None = None) -> Split:
     """Return copies of the first `count` examples of a part, or all: x (N, D) in torch's default dtype and y (N,) int64."""
     x, y = _GENERATORS[of.family](of, part, SIZES[part])
     x, y = x[:count], y[:count]
     return Split(torch.from_numpy(x).to(torch.get_default_dtype(), copy=True), torch.from_numpy(y.astype(np.int64)))
 
 
-def uniform(number: int, draw: Draw, *indices: int | NDArray[np.int64]) -> Floats:
+def uniform(number: int, draw: HostDraw, *indices: int | NDArray[np.int64]) -> Floats:
     """Draw numbers in [0, 1) for a host's number; integer arrays broadcast."""
     return keys.uniform(keys.key(keys.Purpose.HEALING, number, draw, *indices))
 
@@ -177,7 +184,7 @@ def digit_pools(exchanged: bool = False) -> tuple[tuple[Floats, Labels], ...]:
 
     data = load_digits()
     x, y = torch.from_numpy(data.data).to(torch.float64), torch.from_numpy(data.target).to(torch.int64)
-    sizes = [SIZES[part] for part in list(Part)[:5]]
+    sizes = [SIZES[part] for part in list(Subset)[:5]]
     pools = dealt(y, sizes, seed=1)
     if exchanged:
         pools = torch.cat(pools).split(sizes[::-1])[::-1]
@@ -185,74 +192,74 @@ def digit_pools(exchanged: bool = False) -> tuple[tuple[Floats, Labels], ...]:
     return tuple((((x[pool] - mean) / PIXEL_SCALE).numpy(), y[pool].numpy()) for pool in pools)
 
 
-def _digits(of: Problem, part: Part, count: int) -> tuple[Floats, Labels]:
+def _digits(of: Problem, part: Subset, count: int) -> tuple[Floats, Labels]:
     x, y = digit_pools(of.number >= FINAL.start)[part]
-    order = of.uniform(Draw.ORDER, part, np.arange(len(y))).argsort()[:count]
+    order = of.uniform(HostDraw.ORDER, part, np.arange(len(y))).argsort()[:count]
     x, y = x[order], y[order]
-    return x + of.noise * of.normal(Draw.FEATURE_NOISE, part, *x.shape), y
+    return x + of.noise * of.normal(HostDraw.FEATURE_NOISE, part, *x.shape), y
 
 
-def _clusters(of: Problem, part: Part, count: int) -> tuple[Floats, Labels]:
+def _clusters(of: Problem, part: Subset, count: int) -> tuple[Floats, Labels]:
     """Draw normal clusters around distinct corners of a cube of INFORMATIVE dimensions, turned into D dimensions."""
     groups = of.classes * int(of.detail)
-    corners = of.uniform(Draw.CENTERS, 0, np.arange(2**INFORMATIVE)).argsort()[:groups]
+    corners = of.uniform(HostDraw.CENTERS, 0, np.arange(2**INFORMATIVE)).argsort()[:groups]
     centers = np.zeros((groups, of.inputs))
     centers[:, :INFORMATIVE] = 2.1 * (2 * (corners[:, None] >> np.arange(INFORMATIVE) & 1) - 1)
-    member = (of.uniform(Draw.MEMBER, part, np.arange(count)) * groups).astype(np.int64)
-    x = centers[member] + of.normal(Draw.INPUT, part, count, of.inputs)
-    turn = of.normal(Draw.FIRST_MAP, 0, of.inputs, of.inputs) / math.sqrt(of.inputs)
+    member = (of.uniform(HostDraw.MEMBER, part, np.arange(count)) * groups).astype(np.int64)
+    x = centers[member] + of.normal(HostDraw.INPUT, part, count, of.inputs)
+    turn = of.normal(HostDraw.FIRST_MAP, 0, of.inputs, of.inputs) / math.sqrt(of.inputs)
     return x @ turn / math.sqrt(1 + 2.1**2 * INFORMATIVE / of.inputs), member % of.classes
 
 
-def _teacher(of: Problem, part: Part, count: int) -> tuple[Floats, Labels]:
+def _teacher(of: Problem, part: Subset, count: int) -> tuple[Floats, Labels]:
     """Draw y = argmax_c (z_c - mean_c) / deviation_c,   z = tanh(x W) V, with mean and deviation over the REFERENCE inputs."""
-    first = of.normal(Draw.FIRST_MAP, 0, of.inputs, TEACHER_UNITS) * (1.5 / math.sqrt(of.inputs))
-    second = of.normal(Draw.SECOND_MAP, 0, TEACHER_UNITS, of.classes)
+    first = of.normal(HostDraw.FIRST_MAP, 0, of.inputs, TEACHER_UNITS) * (1.5 / math.sqrt(of.inputs))
+    second = of.normal(HostDraw.SECOND_MAP, 0, TEACHER_UNITS, of.classes)
 
-    def inputs_and_outputs(part: Part, count: int) -> tuple[Floats, Floats]:
-        x = of.normal(Draw.INPUT, part, count, of.inputs)
+    def inputs_and_outputs(part: Subset, count: int) -> tuple[Floats, Floats]:
+        x = of.normal(HostDraw.INPUT, part, count, of.inputs)
         return x, np.tanh(x @ first) @ second
 
     x, z = inputs_and_outputs(part, count)
-    _, reference = inputs_and_outputs(Part.REFERENCE, SIZES[Part.REFERENCE])
+    _, reference = inputs_and_outputs(Subset.REFERENCE, SIZES[Subset.REFERENCE])
     return x, ((z - reference.mean(0)) / reference.std(0)).argmax(1)
 
 
-def _spiral(of: Problem, part: Part, count: int) -> tuple[Floats, Labels]:
+def _spiral(of: Problem, part: Subset, count: int) -> tuple[Floats, Labels]:
     """Draw points t (cos angle, sin angle) of spirals:   t = .15 + .85 u,   angle = 2 pi (turns t + y / C)."""
     y = _labels(of, part, count)
-    t = 0.15 + 0.85 * of.uniform(Draw.INPUT, part, np.arange(count))
+    t = 0.15 + 0.85 * of.uniform(HostDraw.INPUT, part, np.arange(count))
     angle = 2 * math.pi * (of.detail * t + y / of.classes)
     return _waves(of, part, np.stack([t * np.cos(angle), t * np.sin(angle)], 1)), y
 
 
-def _rings(of: Problem, part: Part, count: int) -> tuple[Floats, Labels]:
+def _rings(of: Problem, part: Subset, count: int) -> tuple[Floats, Labels]:
     """Draw points of concentric rings of radius (y + 1) / C."""
     y = _labels(of, part, count)
-    angle = 2 * math.pi * of.uniform(Draw.INPUT, part, np.arange(count))
+    angle = 2 * math.pi * of.uniform(HostDraw.INPUT, part, np.arange(count))
     radius = (y + 1) / of.classes
     return _waves(of, part, np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1)), y
 
 
-def _checker(of: Problem, part: Part, count: int) -> tuple[Floats, Labels]:
+def _checker(of: Problem, part: Subset, count: int) -> tuple[Floats, Labels]:
     """Draw points 2 u - 1 of a checkerboard:   y = (floor(k u_1) + floor(k u_2)) mod 2, with k = detail squares in a row."""
-    u = of.uniform(Draw.INPUT, part, np.arange(2 * count).reshape(count, 2))
+    u = of.uniform(HostDraw.INPUT, part, np.arange(2 * count).reshape(count, 2))
     return _waves(of, part, 2 * u - 1), np.floor(u * of.detail).sum(1).astype(np.int64) % 2
 
 
-def _waves(of: Problem, part: Part, points: Floats) -> Floats:
+def _waves(of: Problem, part: Subset, points: Floats) -> Floats:
     """Turn points p (N, 2) in the plane, with noise on them, into WAVES features:   x = 1.3 sin(2 p R + phase)."""
-    points = points + of.noise * of.normal(Draw.FEATURE_NOISE, part, *points.shape)
-    directions = of.normal(Draw.FIRST_MAP, 0, 2, of.inputs)
-    phase = 2 * math.pi * of.uniform(Draw.PHASE, np.arange(of.inputs))
+    points = points + of.noise * of.normal(HostDraw.FEATURE_NOISE, part, *points.shape)
+    directions = of.normal(HostDraw.FIRST_MAP, 0, 2, of.inputs)
+    phase = 2 * math.pi * of.uniform(HostDraw.PHASE, np.arange(of.inputs))
     return 1.3 * np.sin(2 * points @ directions + phase)
 
 
-def _labels(of: Problem, part: Part, count: int) -> Labels:
-    return (of.uniform(Draw.LABEL, part, np.arange(count)) * of.classes).astype(np.int64)
+def _labels(of: Problem, part: Subset, count: int) -> Labels:
+    return (of.uniform(HostDraw.LABEL, part, np.arange(count)) * of.classes).astype(np.int64)
 
 
-_GENERATORS: Mapping[str, Callable[[Problem, Part, int], tuple[Floats, Labels]]] = MappingProxyType(
+_GENERATORS: Mapping[str, Callable[[Problem, Subset, int], tuple[Floats, Labels]]] = MappingProxyType(
     {
         "digits": _digits,
         "clusters": _clusters,

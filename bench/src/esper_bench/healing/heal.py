@@ -28,7 +28,7 @@ from esper_bench.healing.damage import (
     damage_split,
     draw_damage,
 )
-from esper_bench.healing.data import CLASSES, FINAL, HEALING, OTHER, SIZES, Part, Problem
+from esper_bench.healing.data import CLASSES, FINAL, HEALING, OTHER, SIZES, Problem, Subset
 from esper_bench.healing.hosts import BLOCKS, VECTORS, BridgedHost, HostSet, trained_weights
 
 FROZEN = "{0.summary}, damaged and frozen: repair them with seeds of a few parameters"
@@ -87,7 +87,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Facts:
+class HealCase:
     """Says what a key stands for, without its data and its weights.
 
     Attributes:
@@ -153,11 +153,11 @@ class CorrectedHost:
     The inputs of the maps are those of the intact host on the healing examples. A removed block has no map to correct.
 
     Attributes:
-        facts (Facts): the key, its trained host and its damage
+        facts (HealCase): the key, its trained host and its damage
         cap (float): parameters that the corrections may have, as a share of those of the host
     """
 
-    facts: Facts
+    facts: HealCase
     cap: float
 
     @property
@@ -175,7 +175,7 @@ class CorrectedHost:
         if damage.kind == DamageKind.REMOVED:
             return host, 0
         budget = int(self.cap * sum(parameter.numel() for parameter in host.parameters()))
-        x = self.facts.hosts.examples(self.facts.problem, Part.HOST, HEALING).x
+        x = self.facts.hosts.examples(self.facts.problem, Subset.HOST, HEALING).x
         return host, correct(host, trained_host(self.facts.number, of=self.facts.hosts), x, budget)
 
     def plain(self, parameters: int) -> MLP | BridgedCNN:
@@ -210,7 +210,7 @@ def heal_taught(hosts: HostSet = VECTORS) -> Mixture:
 
     def intact(key: int) -> tuple[nn.Module, Batch]:
         facts = describe(key, hosts)
-        return trained_host(facts.number, of=hosts), hosts.examples(facts.problem, Part.HOST, HEALING).x
+        return trained_host(facts.number, of=hosts), hosts.examples(facts.problem, Subset.HOST, HEALING).x
 
     mixture = _mixture(hosts, "-taught", TAUGHT, hosts.rates[0], _damaged(frozen=True), frozen=True)
     return replace(mixture, sample=with_intact(mixture.sample, intact))
@@ -224,7 +224,7 @@ def heal_unfrozen(hosts: HostSet = VECTORS) -> Mixture:
 def heal_redrawn(hosts: HostSet = VECTORS) -> Mixture:
     """Make `heal-unfrozen` with dead units drawn anew, which have no gradient otherwise."""
 
-    def redrawn(facts: Facts) -> DamagedHost:
+    def redrawn(facts: HealCase) -> DamagedHost:
         return DamagedHost(facts.number, facts.damage, frozen=False, hosts=facts.hosts, redrawn=True)
 
     return _mixture(hosts, "-redrawn", REDRAWN, hosts.rates[1], redrawn, frozen=False)
@@ -252,7 +252,7 @@ def with_intact(
     return lambda key: sample(key)._replace(intact=partial(intact, key))
 
 
-Build = Callable[[Facts], Callable[[], nn.Module]]
+Build = Callable[[HealCase], Callable[[], nn.Module]]
 
 
 def _damaged(frozen: bool) -> Build:
@@ -262,7 +262,7 @@ def _damaged(frozen: bool) -> Build:
 def _mixture(hosts: HostSet, suffix: str, summary: str, lr: float, host: Build, frozen: bool) -> Mixture:
     def sample(key: int) -> Instance:
         facts = describe(key, hosts)
-        train, probe, validation = (split_of(facts, part) for part in (Part.HOST, Part.PROBE, Part.VALIDATION))
+        train, probe, validation = (split_of(facts, part) for part in (Subset.HOST, Subset.PROBE, Subset.VALIDATION))
         return Instance(host(facts), train, probe, validation, facts.problem.classes)
 
     return Mixture(
@@ -271,10 +271,10 @@ def _mixture(hosts: HostSet, suffix: str, summary: str, lr: float, host: Build, 
         room=Room(
             replace(hosts.largest(), frozen=frozen),
             hosts.inputs,
-            Lengths(probe=SIZES[Part.PROBE], held=max(SIZES[Part.VALIDATION], SIZES[Part.TEST])),
+            Lengths(probe=SIZES[Subset.PROBE], held=max(SIZES[Subset.VALIDATION], SIZES[Subset.TEST])),
         ),
         sample=sample,
-        test=lambda key: split_of(describe(key, hosts), Part.TEST),
+        test=lambda key: split_of(describe(key, hosts), Subset.TEST),
         ranges={part: (hosts.keys or KEYS)[part] for part in RANGES},
         objective=Classification(CLASSES),
         menu=(*MENU, *hosts.menu),
@@ -297,7 +297,7 @@ def trained_host(number: int, architecture: BridgedHost | None = None, of: HostS
     return host
 
 
-def describe(key: int, of: HostSet = VECTORS) -> Facts:
+def describe(key: int, of: HostSet = VECTORS) -> HealCase:
     """Return what a key stands for. InputError for a key outside those of the set."""
     ranges = of.keys or KEYS
     for keys in ranges.values():
@@ -305,12 +305,12 @@ def describe(key: int, of: HostSet = VECTORS) -> Facts:
             number = keys.start + (key - keys.start) % of.count
             kinds = OTHER_PROBABILITIES if keys == OTHER else PROBABILITIES
             damage = of.damage(key) if of.damage else draw_damage(key, BLOCKS, TWO_SITES, kinds)
-            return Facts(key, number, of.problem(number), of.architecture(number), damage, of)
+            return HealCase(key, number, of.problem(number), of.architecture(number), damage, of)
     known = ", ".join(f"{name} {part.start:,} to {part.stop - 1:,}" for name, part in ranges.items())
     raise InputError(f"key {key:,} is not an instance of {of.name!r}; the keys are {known}")
 
 
-def split_of(facts: Facts, part: Part) -> Split:
+def split_of(facts: HealCase, part: Subset) -> Split:
     """Return the examples of a part in the damaged world; of those that the host was trained on, the first HEALING."""
-    count = HEALING if part == Part.HOST else None
+    count = HEALING if part == Subset.HOST else None
     return damage_split(facts.hosts.examples(facts.problem, part, count), facts.damage, facts.problem.classes)

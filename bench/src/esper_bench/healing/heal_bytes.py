@@ -20,7 +20,7 @@ from esper_bench.healing.byte_hosts import HOST, LAYERS, trained_weights
 from esper_bench.healing.byte_text import LENGTH, SYMBOLS, common, windows
 from esper_bench.healing.closed_form import correct
 from esper_bench.healing.damage import Damage, draw_damage
-from esper_bench.healing.data import Part
+from esper_bench.healing.data import Subset
 from esper_bench.healing.heal import BUDGET, KEYS, RANGES, with_intact
 from esper_bench.healing.open_transformer import OpenTransformer
 
@@ -34,7 +34,9 @@ EORA = "the transformers of heal-bytes with low-rank corrections from the intact
 
 HOSTS = 4
 """Trained hosts of each part. A host returns with other damage and other text after this many keys."""
-SIZES: Mapping[Part, int] = MappingProxyType({Part.HOST: 128, Part.PROBE: 32, Part.VALIDATION: 64, Part.TEST: 128})
+SIZES: Mapping[Subset, int] = MappingProxyType(
+    {Subset.HOST: 128, Subset.PROBE: 32, Subset.VALIDATION: 64, Subset.TEST: 128}
+)
 """Windows of an instance: healing text is of the files that the host was trained on."""
 
 MENU = (
@@ -123,7 +125,7 @@ class CorrectedTransformer:
         """Return a copy of the corrected host."""
         host = DamagedTransformer(self.facts.number, self.facts.damage, frozen=True)()
         budget = int(self.cap * sum(parameter.numel() for parameter in host.parameters()))
-        correct(host, trained_host(self.facts.number), _sound(self.facts, Part.HOST).x, budget)
+        correct(host, trained_host(self.facts.number), _sound(self.facts, Subset.HOST).x, budget)
         return host
 
     def plain(self, parameters: int) -> Transformer:
@@ -153,7 +155,7 @@ def heal_bytes_taught() -> Mixture:
 
     def intact(key: int) -> tuple[nn.Module, Batch]:
         facts = describe(key)
-        return trained_host(facts.number), _sound(facts, Part.HOST).x
+        return trained_host(facts.number), _sound(facts, Subset.HOST).x
 
     mixture = heal_bytes()
     return replace(mixture, name="heal-bytes-taught", summary=TAUGHT, sample=with_intact(mixture.sample, intact))
@@ -187,7 +189,7 @@ def heal_bytes_eora(cap: float = DEFAULTS["governor"]["param_limit"]) -> Mixture
 def _mixture(name: str, summary: str, host: Callable[[ByteFacts], Callable[[], nn.Module]], frozen: bool) -> Mixture:
     def sample(key: int) -> Instance:
         facts = describe(key)
-        train, probe, validation = (split_of(facts, part) for part in (Part.HOST, Part.PROBE, Part.VALIDATION))
+        train, probe, validation = (split_of(facts, part) for part in (Subset.HOST, Subset.PROBE, Subset.VALIDATION))
         return Instance(host(facts), train, probe, validation, len(SYMBOLS))
 
     return Mixture(
@@ -196,10 +198,10 @@ def _mixture(name: str, summary: str, host: Callable[[ByteFacts], Callable[[], n
         room=Room(
             replace(HOST, frozen=frozen),
             (LENGTH,),
-            Lengths(probe=SIZES[Part.PROBE], held=max(SIZES[Part.VALIDATION], SIZES[Part.TEST])),
+            Lengths(probe=SIZES[Subset.PROBE], held=max(SIZES[Subset.VALIDATION], SIZES[Subset.TEST])),
         ),
         sample=sample,
-        test=lambda key: split_of(describe(key), Part.TEST),
+        test=lambda key: split_of(describe(key), Subset.TEST),
         ranges=RANGES,
         objective=NextByte(len(SYMBOLS)),
         menu=MENU,
@@ -225,10 +227,10 @@ def describe(key: int) -> ByteFacts:
     raise InputError(f"key {key:,} is not an instance of 'heal-bytes'; the keys are {known}")
 
 
-def split_of(facts: ByteFacts, part: Part) -> Split:
+def split_of(facts: ByteFacts, part: Subset) -> Split:
     """Return the windows of a part in the damaged world."""
     return damage_text(_sound(facts, part), facts.damage, common())
 
 
-def _sound(facts: ByteFacts, part: Part) -> Split:
+def _sound(facts: ByteFacts, part: Subset) -> Split:
     return windows(part, facts.key, np.arange(SIZES[part]))

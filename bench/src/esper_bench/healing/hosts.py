@@ -29,7 +29,7 @@ from esper.store.files import cache_root
 from esper.store.tensors import to_parts
 from esper_bench.healing.bridged import BridgedCNN, BridgedMLP
 from esper_bench.healing.damage import Damage
-from esper_bench.healing.data import CLASSES, INPUTS, Draw, Part, Problem, examples, one_of, problem, uniform
+from esper_bench.healing.data import CLASSES, INPUTS, HostDraw, Problem, Subset, examples, one_of, problem, uniform
 
 BLOCKS = 5
 WIDTHS = (16, 20, 24)  # of the stream
@@ -84,7 +84,7 @@ class HostSet:
     count: int
     inputs: tuple[int, ...]
     problem: Callable[[int], Problem]
-    examples: Callable[[Problem, Part, int | None], Split]
+    examples: Callable[[Problem, Subset, int | None], Split]
     architecture: Callable[[int], BridgedHost]
     largest: Callable[[], BridgedHost]
     updates: int
@@ -101,13 +101,15 @@ class HostSet:
 def architecture(number: int, of: Problem | None = None) -> BridgedMLP:
     """Draw the host of a number, without its trained weights: five blocks, plain or residual. of: None for `problem(number)`."""
 
-    def once(draw: Draw) -> float:
+    def once(draw: HostDraw) -> float:
         return float(uniform(number, draw)[0])
 
     of = of or problem(number)
-    hidden = one_of(HIDDEN, once(Draw.HIDDEN))
-    skips = (once(Draw.SKIP) < RESIDUAL,) * BLOCKS
-    return BridgedMLP(of.inputs, one_of(WIDTHS, once(Draw.WIDTH)), (hidden,) * BLOCKS, of.classes, skips, entry=True)
+    hidden = one_of(HIDDEN, once(HostDraw.HIDDEN))
+    skips = (once(HostDraw.SKIP) < RESIDUAL,) * BLOCKS
+    return BridgedMLP(
+        of.inputs, one_of(WIDTHS, once(HostDraw.WIDTH)), (hidden,) * BLOCKS, of.classes, skips, entry=True
+    )
 
 
 def largest() -> BridgedMLP:
@@ -228,7 +230,7 @@ def train_group(
     return {f"{place}.{name}": value for place, own in best.items() for name, value in own.items()}
 
 
-def soundness(number: int, weights: Weights, part: Part = Part.SOUND, of: HostSet = VECTORS) -> float:
+def soundness(number: int, weights: Weights, part: Subset = Subset.SOUND, of: HostSet = VECTORS) -> float:
     """Measure the accuracy of a trained host on a part of its problem: 0 is guessing, and 1 a perfect accuracy."""
     host, own = of.architecture(number)(), of.problem(number)
     host.load_state_dict(weights, strict=False)
@@ -242,7 +244,7 @@ def _train(numbers: Sequence[int], start: int, updates: int, of: HostSet) -> lis
     """Train hosts from one start each. Returns their parameters and their soundness."""
     hosts: list[SegmentedHost] = []
     for number in numbers:
-        with drawn_with(keys.scalar(keys.Purpose.HEALING, number, Draw.START, start)):
+        with drawn_with(keys.scalar(keys.Purpose.HEALING, number, HostDraw.START, start)):
             hosts.append(of.architecture(number)())
         hosts[-1].float()
     # vmap whatever the engine would take: weights that are cached and measured must not change with it
@@ -250,14 +252,14 @@ def _train(numbers: Sequence[int], start: int, updates: int, of: HostSet) -> lis
     for row, host in enumerate(hosts):
         stack.write(row, host)
     problems = [of.problem(number) for number in numbers]
-    data = [of.examples(own, Part.HOST, None) for own in problems]
+    data = [of.examples(own, Subset.HOST, None) for own in problems]
     read = [one_tensor(split.x, "a trained host").float() for split in data]
     x = torch.stack([F.pad(each, (0, of.inputs[-1] - each.shape[-1])) for each in read])
     y = torch.stack([split.y for split in data])
     classes = torch.tensor([own.classes for own in problems])
     absent = torch.arange(CLASSES) >= classes[:, None, None]
     order = np.array(numbers)[:, None, None], np.arange(updates)[None, :, None], np.arange(BATCH)
-    drawn = keys.uniform(keys.key(keys.Purpose.HEALING, order[0], Draw.BATCH, start, *order[1:]))
+    drawn = keys.uniform(keys.key(keys.Purpose.HEALING, order[0], HostDraw.BATCH, start, *order[1:]))
     batches = torch.from_numpy((drawn * y.shape[1]).astype(np.int64))
     values = stack.columns["value"]
     optimizer = torch.optim.AdamW([values], lr=LR, weight_decay=1e-2)

@@ -25,7 +25,7 @@ WIDTH = 16
 """Features of the stream at every slot."""
 
 
-class Draw(NamedTuple):
+class EpisodeDraw(NamedTuple):
     """Holds the random draws of an episode."""
 
     kind: Ints  # (R,) index of the problem: instance modulo number of problems
@@ -43,8 +43,8 @@ class Process:
     cost: tuple[int, ...]  # (K,) parameters of each blueprint, at every slot
     sensors: tuple[str, ...]
     settings: Mapping[str, Any]  # the first layer of the config
-    metric: Callable[[Draw, int, Seeds, Floats], Floats]  # draw, steps taken, seeds, doses (R, S) -> (R,)
-    sense: Callable[[Draw], tuple[Floats, Floats]]  # draw -> participation (R, S), sensors (R, S, F)
+    metric: Callable[[EpisodeDraw, int, Seeds, Floats], Floats]  # draw, steps taken, seeds, doses (R, S) -> (R,)
+    sense: Callable[[EpisodeDraw], tuple[Floats, Floats]]  # draw -> participation (R, S), sensors (R, S, F)
 
 
 class FormulaPopulation:
@@ -109,7 +109,7 @@ class FormulaPopulation:
         branches, dose = asked.branches, doses(seeds).astype(np.float64)
         metric = self.process.metric(self.draw, self.step, seeds, dose)
         env = branches.env
-        there = Draw(self.draw.kind[env], self.draw.key[env])
+        there = EpisodeDraw(self.draw.kind[env], self.draw.key[env])
         branched = self.process.metric(there, self.step, take(seeds, env), branches.dose.astype(np.float64))
         fall = np.stack([metric[env] - branched, np.zeros(len(env))], 1)
         participation, sensors = self.process.sense(self.draw)
@@ -167,7 +167,9 @@ class FormulaPopulation:
         return metric, 1 - metric
 
     def _draw_for(self, instance: Indices, episode: int) -> None:
-        self.draw = Draw(instance % self.process.kinds, key(self.config.seed, Purpose.INSTANCE, instance, episode))
+        self.draw = EpisodeDraw(
+            instance % self.process.kinds, key(self.config.seed, Purpose.INSTANCE, instance, episode)
+        )
 
     def _trained(self, seeds: Seeds, metric: Floats) -> TrainedFigures:
         """Compute figures of training, which fall as a network and its seeds learn."""

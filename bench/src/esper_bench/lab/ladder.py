@@ -25,7 +25,7 @@ from esper.simic.ppo import PPO
 from esper.simic.rewards import get_reward
 from esper.tamiyo.policy.actor import Learned
 from esper.tamiyo.policy.controller import Language, Policy
-from esper_bench.lab.formula import Draw, Process, trained_steps
+from esper_bench.lab.formula import EpisodeDraw, Process, trained_steps
 from esper_bench.lab.sandbox import Sandbox, play
 
 START, LIFT, RIPE, PART = 0.45, 0.4, 2.0, 0.4
@@ -37,7 +37,7 @@ OTHER = 1000
 """Added to a seed, the seed of the problems on which a policy is scored and not trained."""
 
 
-class Planting(NamedTuple):
+class SlotPlan(NamedTuple):
     """Says what a plan does with one slot: plant, blend as soon as its gate allows it, and keep or prune."""
 
     slot: int
@@ -57,7 +57,7 @@ class Rung(NamedTuple):
 
     meaning: str
     process: Process
-    plans: Callable[[int], Sequence[tuple[Planting, ...]]]
+    plans: Callable[[int], Sequence[tuple[SlotPlan, ...]]]
     taught: Process | None = None
 
 
@@ -76,7 +76,7 @@ def _process(
     participation and sensors. settings: config beside what all rungs share.
     """
 
-    def metric(draw: Draw, step: int, seeds: Seeds, dose: Floats) -> Floats:
+    def metric(draw: EpisodeDraw, step: int, seeds: Seeds, dose: Floats) -> Floats:
         ripe = 1 - np.exp(-trained_steps(seeds) / RIPE)
         return START + LIFT * worth(draw.kind, seeds, dose * ripe)
 
@@ -134,8 +134,8 @@ def _one_place(name: str, meaning: str, slots: int, blueprints: int, *, told: bo
         fit[np.arange(len(kind)), :, blueprint] = 0.5
         return np.where(np.arange(slots) == slot[:, None], 0.12, 0.6), fit
 
-    def plans(kind: int) -> list[tuple[Planting, ...]]:
-        return [(Planting(*place),) for place in itertools.product(range(slots), range(blueprints))]
+    def plans(kind: int) -> list[tuple[SlotPlan, ...]]:
+        return [(SlotPlan(*place),) for place in itertools.product(range(slots), range(blueprints))]
 
     return Rung(meaning, _process(name, kinds, slots, blueprints, worth, sense, settings), plans)
 
@@ -161,9 +161,9 @@ def _pair(slots: int = 6) -> Rung:
         here = (np.arange(slots) == pairs[kind][..., None]).any(1)
         return np.where(here, 0.12, 0.6), np.zeros((len(kind), slots, 1))
 
-    def plans(kind: int) -> list[tuple[Planting, ...]]:
+    def plans(kind: int) -> list[tuple[SlotPlan, ...]]:
         chosen = (itertools.combinations(range(slots), count) for count in (1, 2))
-        return [tuple(Planting(slot, 0) for slot in each) for each in itertools.chain(*chosen)]
+        return [tuple(SlotPlan(slot, 0) for slot in each) for each in itertools.chain(*chosen)]
 
     meaning = "two right slots, worth little alone and all together"
     return Rung(meaning, _process("pair", len(pairs), slots, 1, worth, sense, {}), plans)
@@ -185,9 +185,9 @@ def _bait(slots: int = 6) -> Rung:
         here = np.arange(slots) == pairs[kind][..., None]  # (E, 2, S)
         return np.where(here.any(1), 0.12, 0.6), np.where(here[:, 1], 0.5, 0.0)[..., None]
 
-    def plans(kind: int) -> list[tuple[Planting, ...]]:
+    def plans(kind: int) -> list[tuple[SlotPlan, ...]]:
         return [
-            tuple(Planting(slot, 0) for slot in each)
+            tuple(SlotPlan(slot, 0) for slot in each)
             for count in (1, 2)
             for each in itertools.combinations(range(slots), count)
         ]
@@ -208,11 +208,11 @@ def _incubation(slots: int = 6) -> Rung:
     def sense(kind: Ints) -> tuple[Floats, Floats]:
         return np.full((len(kind), slots), 0.6), np.zeros((len(kind), slots, 1))
 
-    def plans(kind: int) -> list[tuple[Planting, ...]]:
+    def plans(kind: int) -> list[tuple[SlotPlan, ...]]:
         """Plant any set of slots; keep any of them."""
         sets = itertools.chain(*(itertools.combinations(range(slots), count) for count in range(1, slots + 1)))
         return [
-            tuple(Planting(slot, 0, slot in kept) for slot in planted) for planted in sets for kept in ({kind}, planted)
+            tuple(SlotPlan(slot, 0, slot in kept) for slot in planted) for planted in sets for kept in ({kind}, planted)
         ]
 
     meaning = "only incubating tells which slot is right: plant several, keep the one that gains"
@@ -237,13 +237,13 @@ RUNGS: Mapping[str, Rung] = {
 """The ladder, by name, the easiest first."""
 
 
-class Planned(Controller):
+class PlanPlayer(Controller):
     """Carries out one plan an environment: it plants, blends, and keeps or prunes, each at the first chance.
 
     tempo, target: indices of those of every seed. several: whether it may make several decisions a step.
     """
 
-    def __init__(self, plans: Sequence[tuple[Planting, ...]], tempo: int, target: int, *, several: bool) -> None:
+    def __init__(self, plans: Sequence[tuple[SlotPlan, ...]], tempo: int, target: int, *, several: bool) -> None:
         self.plans, self.tempo, self.target, self.several = plans, tempo, target, several
         self._done: list[set[int]] = [set() for _ in plans]  # slots that were planted
 
@@ -281,7 +281,7 @@ def optimum(name: str) -> tuple[float, ...]:
         sandbox = Sandbox(process, {"envs": len(plans)})
         several, life = sandbox.config.ppo.decisions_per_step > 1, sandbox.config.lifecycle
         for tempo, target in itertools.product(range(len(life.tempos)), range(len(life.targets))):
-            planned = Planned(plans, tempo, target, several=several)
+            planned = PlanPlayer(plans, tempo, target, several=several)
             earned.append(float(play(sandbox, planned, np.full(len(plans), kind)).max()))
         best.append(max(earned))
     return tuple(best)

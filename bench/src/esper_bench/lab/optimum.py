@@ -19,7 +19,7 @@ from esper_bench.lab.formula import FormulaPopulation
 from esper_bench.lab.sandbox import Sandbox
 
 
-class Plan(NamedTuple):
+class OptimalDecisions(NamedTuple):
     """Holds the best decisions at one step, in each of n reachable states."""
 
     code: Ints  # (n,) ascending codes of the states
@@ -30,7 +30,7 @@ class Solution(NamedTuple):
     """Holds the best decisions and the best returns under the reward `delta`."""
 
     decisions: Ints  # (D, 6) all decisions whose blend is ADD
-    plans: tuple[Plan, ...]  # one per step
+    plans: tuple[OptimalDecisions, ...]  # one per step
     never: Floats  # (kinds,) best return of WAIT alone
     optimum: Floats  # (kinds,)
     blind: float  # best mean return, over kinds, of a policy that does not know the kind
@@ -96,7 +96,7 @@ def solve(sandbox: Sandbox) -> Solution:
         for column in range(value.shape[1]):
             winners = np.flatnonzero(offers[:, column] == value[state, column])[::-1]  # the first of equal values
             best[state[winners], column] = decision[winners]
-        plans.append(Plan(code, best))
+        plans.append(OptimalDecisions(code, best))
     waiting = np.concatenate([_rise(sandbox, kind, dormant(1, len(process.slots))) for kind in kinds])
     plans.reverse()
     return Solution(decisions_of(sandbox.space), tuple(plans), waiting, value[0, :-1], float(value[0, -1]))

@@ -25,7 +25,7 @@ from esper.tolaria.measure.measuring import unmeasured
 from esper.tolaria.play import Observer, Step
 from esper.tolaria.play import play as play_episode
 from esper.tolaria.population import row_environments
-from esper_bench.lab.formula import Draw, FormulaPopulation, Process, trained_steps
+from esper_bench.lab.formula import EpisodeDraw, FormulaPopulation, Process, trained_steps
 
 
 class Sandbox(Engine[FormulaPopulation]):
@@ -123,7 +123,7 @@ LIFT[1, 0] = LIFT[2, 2] = LIFT[3, 0] = LIFT[3, 2] = (0.34, 0.36)
 LIFT[4, 1] = (0.02, 0.38)
 
 
-def _growth_metric(draw: Draw, step: int, seeds: Seeds, dose: Floats) -> Floats:
+def _growth_metric(draw: EpisodeDraw, step: int, seeds: Seeds, dose: Floats) -> Floats:
     """Compute the metric c + (TOP - CHANCE) * learnt(step) * product over slots of (1 - need + lift * dose * learnt(trained)).
 
     learnt(t) = 1 - exp(-t / time constant), where a host is one step old when the episode begins; c is CHANCE, varied by
@@ -138,7 +138,7 @@ def _growth_metric(draw: Draw, step: int, seeds: Seeds, dose: Floats) -> Floats:
     return metric
 
 
-def _growth_sensors(draw: Draw) -> tuple[Floats, Floats]:
+def _growth_sensors(draw: EpisodeDraw) -> tuple[Floats, Floats]:
     """Compute the participation, low where signal is lost, and sensors, high where their blueprint would repair the loss."""
     index = np.arange(NEED.shape[1])
     jitter = 0.9 + 0.2 * uniform(key(draw.key[:, None, None], index[:, None], np.arange(3)))
@@ -185,7 +185,7 @@ def _planting(
     name: str,
     slots: int,
     steps: int,
-    metric: Callable[[Draw, int, Seeds, Floats], Floats],
+    metric: Callable[[EpisodeDraw, int, Seeds, Floats], Floats],
     *,
     sensors: tuple[str, ...] = (),
     **lifecycle: int,
@@ -204,7 +204,7 @@ def _planting(
     )
 
 
-def _named(names: Floats, draw: Draw) -> tuple[Floats, Floats]:
+def _named(names: Floats, draw: EpisodeDraw) -> tuple[Floats, Floats]:
     """Return measurements that reveal only the index of the slot, and only if `names` (S, F) has columns."""
     envs = len(draw.kind)
     return np.full((envs, len(names)), 0.5), np.broadcast_to(names, (envs, *names.shape)).copy()
@@ -234,7 +234,7 @@ def arms(actions: Actions) -> Ints:
     return pulled
 
 
-def _paid(payoff: Floats, draw: Draw, step: int, seeds: Seeds, dose: Floats) -> Floats:
+def _paid(payoff: Floats, draw: EpisodeDraw, step: int, seeds: Seeds, dose: Floats) -> Floats:
     planted = seeds.stage != Stage.DORMANT
     arm = np.where(planted.any(1), 1 + planted.argmax(1), 0)
     return np.where(step > 0, (uniform(draw.key) < payoff[arm]).astype(np.float64), 0.0)
@@ -245,7 +245,7 @@ PLANTINGS = (0, 2, 5)
 """The step at which each slot of the chain must be planted; at the other steps WAIT is right."""
 
 
-def _completed(draw: Draw, step: int, seeds: Seeds, dose: Floats) -> Floats:
+def _completed(draw: EpisodeDraw, step: int, seeds: Seeds, dose: Floats) -> Floats:
     """Return 1 at the end of the episode if every slot was planted at its step, else 0."""
     right = (seeds.life == CHAIN_STEPS - np.array(PLANTINGS)).all(1)
     return np.where(step == CHAIN_STEPS, right.astype(np.float64), 0.0)

@@ -42,7 +42,7 @@ class _Places(nn.Module):
         self.places = nn.ModuleList(copy.deepcopy(own) for _ in range(places)).requires_grad_(False)
 
 
-class Bank:
+class PartBank:
     """Stores parts of N rows, bit for bit as they were when active, and the dose table of each row.
 
     Attributes:

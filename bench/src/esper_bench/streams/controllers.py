@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from esper_bench.streams.data import Floats, Ints
-from esper_bench.streams.decisions import KEEP, NEW, Decision, StreamView, unchanged
+from esper_bench.streams.decisions import KEEP, NEW, StreamDecision, StreamView, unchanged
 from esper_bench.streams.network import Bools
 
 
@@ -23,7 +23,7 @@ class OnAlarm:
     def __init__(self, *, new_head: bool = False, reset: bool = False, keep: float = 1.0, forget: bool = False) -> None:
         self.new_head, self.reset, self.keep, self.forget = new_head, reset, keep, forget
 
-    def act(self, view: StreamView) -> Decision:
+    def act(self, view: StreamView) -> StreamDecision:
         """Return the decisions."""
         alarm = view.alarm
         return unchanged(len(alarm))._replace(
@@ -61,7 +61,7 @@ class StoreAndReactivate:
     ) -> None:
         self.trunk_rate, self.fits, self.margin, self.settle, self.support = trunk_rate, fits, margin, settle, support
 
-    def act(self, view: StreamView) -> Decision:
+    def act(self, view: StreamView) -> StreamDecision:
         """Return the decisions."""
         best, fits = self.best(view)
         place = np.where(view.alarm, np.where(fits, best, NEW), KEEP)
@@ -111,7 +111,7 @@ class Adaptive:
         self.balance: Ints = np.zeros(count, np.int64)
         self.resets: Bools = np.zeros(count, bool)
 
-    def act(self, view: StreamView) -> Decision:
+    def act(self, view: StreamView) -> StreamDecision:
         """Return the decisions."""
         best, fits = self.rule.best(view)
         moved = view.alarm & (view.input_shift > self.moved)

@@ -67,7 +67,7 @@ class Change(StrEnum):
     DRIFT = "drift"
 
 
-class Draw(IntEnum):
+class StreamDraw(IntEnum):
     """Names the draws of a stream. The values are part of keys, so their meaning never changes."""
 
     LENGTH = 0
@@ -92,7 +92,7 @@ class Segment(NamedTuple):
     context: int
 
 
-class Streams(Protocol):
+class StreamSet(Protocol):
     """Plays N streams of the same length, batch size, features and classes side by side."""
 
     @property
@@ -146,7 +146,7 @@ def digits() -> Digits:
 
     read = load_digits()
     size = np.array([len(read.target)])
-    order = keys.permutations(keys.key(Purpose.STREAM, Draw.DIGITS), size, torch.device("cpu"))[0].numpy()
+    order = keys.permutations(keys.key(Purpose.STREAM, StreamDraw.DIGITS), size, torch.device("cpu"))[0].numpy()
     pixels, labels = read.data[order], read.target[order].astype(np.int64)
     mean, deviation = pixels.mean(), pixels.std()
     members = [np.nonzero(labels[:TRAINING] == label)[0] for label in range(CLASSES)]
@@ -209,7 +209,7 @@ class DrawnStreams:
         data = digits()
         held = len(data.y) - TRAINING
         drawn = keys.uniform(
-            keys.key(Purpose.STREAM, self.keys[:, None], Draw.TEST, contexts[:, None], np.arange(count))
+            keys.key(Purpose.STREAM, self.keys[:, None], StreamDraw.TEST, contexts[:, None], np.arange(count))
         )
         chosen = TRAINING + (drawn * held).astype(np.int64)
         return self._show_in_context(data.x[chosen], data.y[chosen], contexts)
@@ -217,12 +217,12 @@ class DrawnStreams:
     def _examples(self, update: int, context: Ints) -> Ints:
         """Draw (N, B) training examples of one batch, uniformly over them, or over classes and then over their examples."""
         data, index = digits(), np.arange(self.batch_size)
-        drawn = keys.uniform(keys.key(Purpose.STREAM, self.keys[:, None], Draw.EXAMPLE, update, index))
+        drawn = keys.uniform(keys.key(Purpose.STREAM, self.keys[:, None], StreamDraw.EXAMPLE, update, index))
         chosen = (drawn * TRAINING).astype(np.int64)
         members = self.members[np.arange(len(self.keys)), context]
         some = np.nonzero(members[:, 0] >= 0)[0]
         if len(some):
-            which = keys.uniform(keys.key(Purpose.STREAM, self.keys[some][:, None], Draw.MEMBER, update, index))
+            which = keys.uniform(keys.key(Purpose.STREAM, self.keys[some][:, None], StreamDraw.MEMBER, update, index))
             count = (members[some] >= 0).sum(1)
             label = np.take_along_axis(members[some], (which * count[:, None]).astype(np.int64), 1)
             chosen[some] = data.by_class[label, (drawn[some] * data.sizes[label]).astype(np.int64)]
@@ -261,11 +261,11 @@ def draw_streams(
                 fade[start:stop, n] = torch.linspace(0, np.pi / 2, stop - start)
     row = np.array(stream_keys, np.int64)
     kinds = np.array([str(change) for change in changes])
-    own_pixels, turned = _permuted(row, count, PIXELS, Draw.PIXELS), _views(row, count)
+    own_pixels, turned = _permuted(row, count, PIXELS, StreamDraw.PIXELS), _views(row, count)
     shared, relabelled = kinds == Change.SHARED, kinds == Change.LABELS
     plain = np.isin(kinds, (Change.LABELS, Change.CLASSES))
     pixels = np.where(plain[:, None, None], np.arange(PIXELS), np.where(shared[:, None, None], turned[0], own_pixels))
-    labels = np.where(relabelled[:, None, None], _permuted(row, count, CLASSES, Draw.LABELS), np.arange(CLASSES))
+    labels = np.where(relabelled[:, None, None], _permuted(row, count, CLASSES, StreamDraw.LABELS), np.arange(CLASSES))
     return DrawnStreams(
         row,
         tuple(changes),
@@ -284,20 +284,20 @@ def draw_streams(
 def _segments(stream: int, change: Change, updates: int) -> tuple[Segment, ...]:
     """Draw the segments of one stream. A context never follows itself."""
 
-    def once(draw: Draw, *index: int) -> float:
+    def once(draw: StreamDraw, *index: int) -> float:
         return float(keys.uniform(keys.key(Purpose.STREAM, stream, draw, *index))[0])
 
     fewest, most = (3, 4) if change == Change.HALF else (3, 6)
-    known = fewest + int(once(Draw.COUNT) * (most - fewest + 1))
+    known = fewest + int(once(StreamDraw.COUNT) * (most - fewest + 1))
     found, start, context, novel = list[Segment](), 0, -1, known
     while start < updates:
         index = len(found)
-        length = round(SHORTEST * (LONGEST / SHORTEST) ** once(Draw.LENGTH, index))
+        length = round(SHORTEST * (LONGEST / SHORTEST) ** once(StreamDraw.LENGTH, index))
         returns = change in (Change.RECURRING, Change.SHARED)
-        returns |= change == Change.HALF and once(Draw.RETURNS, index) < 0.5
+        returns |= change == Change.HALF and once(StreamDraw.RETURNS, index) < 0.5
         if returns:
             others = [k for k in range(known) if k != context]
-            context = others[int(once(Draw.CONTEXT, index) * len(others))]
+            context = others[int(once(StreamDraw.CONTEXT, index) * len(others))]
         elif change == Change.HALF:
             context, novel = novel, novel + 1
         else:
@@ -307,7 +307,7 @@ def _segments(stream: int, change: Change, updates: int) -> tuple[Segment, ...]:
     return tuple(found)
 
 
-def _permuted(stream: Ints, contexts: int, size: int, draw: Draw) -> Ints:
+def _permuted(stream: Ints, contexts: int, size: int, draw: StreamDraw) -> Ints:
     """Draw a permutation for each stream and context, (N, contexts, size)."""
     each = keys.key(Purpose.STREAM, stream[:, None], draw, np.arange(contexts))
     order = keys.permutations(each.reshape(-1), np.full(each.size, size), torch.device("cpu"))
@@ -320,14 +320,14 @@ def _views(stream: Ints, contexts: int) -> tuple[Ints, NDArray[np.bool_]]:
     turned = [np.rot90(grid, k) for k in range(4)]
     ways = np.stack([way.reshape(-1) for way in (*turned, *(way[:, ::-1] for way in turned))])
     order = keys.permutations(
-        keys.key(Purpose.STREAM, stream, Draw.VIEWS), np.full(len(stream), 2 * len(ways)), torch.device("cpu")
+        keys.key(Purpose.STREAM, stream, StreamDraw.VIEWS), np.full(len(stream), 2 * len(ways)), torch.device("cpu")
     ).numpy()[:, np.arange(contexts) % (2 * len(ways))]
     return ways[order % len(ways)], order >= len(ways)
 
 
 def _members(stream: Ints, contexts: int) -> Ints:
     """Draw two or three classes for each context, (N, contexts, 3); -1 in the place of a third class that is missing."""
-    some = _permuted(stream, contexts, CLASSES, Draw.CLASSES)[:, :, :3]
-    two = keys.uniform(keys.key(Purpose.STREAM, stream[:, None], Draw.COUNT, np.arange(contexts))) < 0.5
+    some = _permuted(stream, contexts, CLASSES, StreamDraw.CLASSES)[:, :, :3]
+    two = keys.uniform(keys.key(Purpose.STREAM, stream[:, None], StreamDraw.COUNT, np.arange(contexts))) < 0.5
     some[:, :, 2] = np.where(two, -1, some[:, :, 2])
     return some

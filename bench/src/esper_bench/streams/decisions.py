@@ -74,7 +74,7 @@ class StreamView(NamedTuple):
     recognised: Bools
 
 
-class Decision(NamedTuple):
+class StreamDecision(NamedTuple):
     """Holds one decision for each stream. Wherever a part or a block changes, the optimizer forgets its moments.
 
     Attributes:
@@ -113,9 +113,9 @@ class Decision(NamedTuple):
         return found
 
 
-def unchanged(count: int) -> Decision:
+def unchanged(count: int) -> StreamDecision:
     """Return the decision to do nothing, whose arrays may be changed."""
-    return Decision(
+    return StreamDecision(
         place=np.full(count, KEEP),
         store=np.zeros(count, bool),
         reset=np.zeros(count, bool),
@@ -129,7 +129,7 @@ def unchanged(count: int) -> Decision:
 class StreamController(Protocol):
     """Decides for all streams at once, after every batch."""
 
-    def act(self, view: StreamView) -> Decision:
+    def act(self, view: StreamView) -> StreamDecision:
         """Return the decisions. ACTIVATE needs a part in that place."""
         ...
 

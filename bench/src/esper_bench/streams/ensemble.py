@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from esper_bench.streams.alarm import Alarm, heard, silent
-from esper_bench.streams.data import Floats, Ints, Streams
+from esper_bench.streams.data import Floats, Ints, StreamSet
 from esper_bench.streams.decisions import Operation
-from esper_bench.streams.learner import Price, Scores, cross_entropy, share_left
+from esper_bench.streams.learner import BatchScores, Price, cross_entropy, share_left
 from esper_bench.streams.network import HEAD, TRUNK, Rows, TrunkAndHead
 from esper_bench.streams.recognition import InputMeans, nearest
 
@@ -31,7 +31,7 @@ class EnsembleLearner:
 
     def __init__(
         self,
-        streams: Streams,
+        streams: StreamSet,
         module: TrunkAndHead,
         *,
         members: int,
@@ -73,7 +73,7 @@ class EnsembleLearner:
             self.price[:, Price.CONSULT] += self.inputs.mean[0].numel()
         return self.logits[torch.arange(len(x)), chosen]
 
-    def learn(self, x: Tensor, y: Tensor, scores: Scores) -> None:
+    def learn(self, x: Tensor, y: Tensor, scores: BatchScores) -> None:
         """Update the gate with the losses of all members, and train the best one."""
         loss = cross_entropy(self.logits, y[:, None].expand(self.logits.shape[:-1])).double().numpy()
         del self.logits

@@ -17,7 +17,7 @@ from esper.leyline.errors import InputError
 from esper.store.disk import read_named
 from esper_bench.streams.controllers import best_stored
 from esper_bench.streams.data import Floats, Ints
-from esper_bench.streams.decisions import KEEP, NEW, Decision, StreamView, unchanged
+from esper_bench.streams.decisions import KEEP, NEW, StreamDecision, StreamView, unchanged
 from esper_bench.streams.network import Bools
 from esper_bench.streams.recognition import nearest
 
@@ -103,7 +103,7 @@ class Fitted:
         place, least = nearest(shifts[:, :-1])
         return np.where((least < self.numbers["same"]) & (shifts[:, -1] > self.numbers["away"]), place, KEEP)
 
-    def act(self, view: StreamView) -> Decision:
+    def act(self, view: StreamView) -> StreamDecision:
         """Return the decisions."""
         number = self.numbers
         view = view._replace(alarm=view.alarm & ~(view.recognised & (view.loss < number["fits"])))

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from esper_bench.streams.alarm import Alarm, InputShift, heard, silent
 from esper_bench.streams.bank import HEAD_PART
-from esper_bench.streams.data import Floats, Ints, Streams
-from esper_bench.streams.decisions import KEEP, NEW, Decision, Operation, StreamController, StreamView
+from esper_bench.streams.data import Floats, Ints, StreamSet
+from esper_bench.streams.decisions import KEEP, NEW, Operation, StreamController, StreamDecision, StreamView
 from esper_bench.streams.network import HEAD, TRUNK, Bools, Rows, TrunkAndHead
 
 
@@ -33,20 +33,20 @@ class Price(IntEnum):
     CONSULT = 2
 
 
-class Scores(NamedTuple):
+class BatchScores(NamedTuple):
     """Holds loss [nats] and accuracy of one batch, (N,) each."""
 
     loss: Floats
     accuracy: Floats
 
 
-def scored(logits: Tensor, y: Tensor) -> Scores:
+def scored(logits: Tensor, y: Tensor) -> BatchScores:
     """Score predictions (N, B, C) of labels (N, B)."""
     with torch.no_grad():
         loss = cross_entropy(logits, y)
         right = (logits.argmax(-1) == y).double().mean(-1)
         packed = torch.stack([loss.double(), right]).numpy()
-    return Scores(packed[0], packed[1])
+    return BatchScores(packed[0], packed[1])
 
 
 def share_left(age: Ints, halving: float | Floats, least: float | Floats) -> Floats:
@@ -71,7 +71,7 @@ class Learner(Protocol):
         """Return the logits (N, B, C) of x (N, B, D), before the labels are known."""
         ...
 
-    def learn(self, x: Tensor, y: Tensor, scores: Scores) -> None:
+    def learn(self, x: Tensor, y: Tensor, scores: BatchScores) -> None:
         """Train on the batch that was predicted. Its scores were taken before."""
         ...
 
@@ -117,7 +117,7 @@ class NetworkLearner:
 
     def __init__(
         self,
-        streams: Streams,
+        streams: StreamSet,
         module: TrunkAndHead,
         controller: StreamController,
         *,
@@ -191,7 +191,7 @@ class NetworkLearner:
             self.done[found, Operation.STORE] += 1
             self.done[found, Operation.ACTIVATE] += 1
 
-    def learn(self, x: Tensor, y: Tensor, scores: Scores) -> None:
+    def learn(self, x: Tensor, y: Tensor, scores: BatchScores) -> None:
         """Ask the controller, carry out its decisions, and train on the batch."""
         view = self.look(x, y, scores)
         decision = self.controller.act(view)
@@ -231,7 +231,7 @@ class NetworkLearner:
         acting = self.rows.bank.dose[rows, -1, :-1].count_nonzero(1).numpy()
         return np.asarray(self.cost + acting * self.seed_cost)
 
-    def look(self, x: Tensor, y: Tensor, scores: Scores) -> StreamView:
+    def look(self, x: Tensor, y: Tensor, scores: BatchScores) -> StreamView:
         """Return the view of a batch that was predicted, and take note of its alarms."""
         before, since = self.alarm.mean, self.alarm.since
         self.alarm, self.alarms = heard(self.alarm, scores.loss)
@@ -263,7 +263,7 @@ class NetworkLearner:
             recognised=self.recognised,
         )
 
-    def carry_out(self, decision: Decision) -> Ints:
+    def carry_out(self, decision: StreamDecision) -> Ints:
         """Change the networks. Returns the streams whose weights have changed."""
         self.done += decision.operations()
         shrinks, resets = decision.keep < 1, decision.reset

@@ -12,7 +12,7 @@ from esper.leyline.text import did_you_mean
 from esper_bench.streams.additions import Consolidation, Replacement, Replay
 from esper_bench.streams.bank import EVERY_PART, SEED_PARTS
 from esper_bench.streams.controllers import Adaptive, OnAlarm, StoreAndReactivate
-from esper_bench.streams.data import Streams
+from esper_bench.streams.data import StreamSet
 from esper_bench.streams.ensemble import EnsembleLearner
 from esper_bench.streams.fitted import NUMBERS, RATES, SHIPPED, SUFFIX, Fitted, read_numbers
 from esper_bench.streams.learner import Addition, Learner, NetworkLearner
@@ -40,10 +40,10 @@ class Method(NamedTuple):
 
     summary: str
     settings: Settings
-    build: Callable[[Streams, Settings], Learner]
+    build: Callable[[StreamSet, Settings], Learner]
 
 
-def _module(streams: Streams, settings: Settings, size: tuple[int, int, int], rank: int = 0) -> TrunkAndHead:
+def _module(streams: StreamSet, settings: Settings, size: tuple[int, int, int], rank: int = 0) -> TrunkAndHead:
     return TrunkAndHead(streams.inputs, *size, streams.classes, norm=settings["norm"], rank=rank)
 
 
@@ -53,23 +53,23 @@ def _rates(settings: Settings) -> dict[str, Any]:
     return {**falls, **{name: settings[name] for name in ("lr", "head_rate", "decay")}, "restarts": True}
 
 
-def _static(streams: Streams, settings: Settings, **rule: Any) -> Learner:
+def _static(streams: StreamSet, settings: Settings, **rule: Any) -> Learner:
     """Make one network with the same decision at every alarm."""
     own = _rates(settings)
     return NetworkLearner(streams, _module(streams, settings, WIDE), OnAlarm(**rule), **own)
 
 
-def _l2_init(streams: Streams, settings: Settings) -> Learner:
+def _l2_init(streams: StreamSet, settings: Settings) -> Learner:
     own = _rates(settings)
     return NetworkLearner(streams, _module(streams, settings, WIDE), OnAlarm(), to_first=True, **own)
 
 
 def _with_addition(
     addition: Callable[[NetworkLearner, Settings], Addition], size: tuple[int, int, int] = WIDE
-) -> Callable[[Streams, Settings], Learner]:
+) -> Callable[[StreamSet, Settings], Learner]:
     """Return the maker of one network that ignores alarms, with an addition to its training."""
 
-    def build(streams: Streams, settings: Settings) -> Learner:
+    def build(streams: StreamSet, settings: Settings) -> Learner:
         own = _rates(settings)
         make = _module(streams, settings, size)
         return NetworkLearner(streams, make, OnAlarm(), addition=lambda learner: addition(learner, settings), **own)
@@ -77,19 +77,19 @@ def _with_addition(
     return build
 
 
-def _ensemble(streams: Streams, settings: Settings) -> Learner:
+def _ensemble(streams: StreamSet, settings: Settings) -> Learner:
     own = {name: settings[name] for name in settings if name != "norm"}
     size = RECOGNISING_MEMBER if "same" in settings else MEMBER
     return EnsembleLearner(streams, _module(streams, settings, size), members=MEMBERS, **own)
 
 
-def _reactivate(streams: Streams, settings: Settings) -> Learner:
+def _reactivate(streams: StreamSet, settings: Settings) -> Learner:
     own = {name: settings[name] for name in ("lr", "head_rate", "decay", "halving", "least")}
     rule = StoreAndReactivate(trunk_rate=settings["trunk_rate"])
     return NetworkLearner(streams, _module(streams, settings, STORING), rule, bank=BANK, **own)
 
 
-def _reactivate_seeds(streams: Streams, settings: Settings, *, heads: bool) -> Learner:
+def _reactivate_seeds(streams: StreamSet, settings: Settings, *, heads: bool) -> Learner:
     """Make a network that stores seeds, or with `heads` seeds and heads together."""
     own = {name: settings[name] for name in ("lr", "head_rate", "decay", "halving", "least")}
     rule = StoreAndReactivate(trunk_rate=settings["trunk_rate"], support=settings["support"])
@@ -97,13 +97,13 @@ def _reactivate_seeds(streams: Streams, settings: Settings, *, heads: bool) -> L
     return NetworkLearner(streams, _module(streams, settings, size, rank), rule, bank=BANK, holds=holds, **own)
 
 
-def _adaptive(streams: Streams, settings: Settings) -> Learner:
+def _adaptive(streams: StreamSet, settings: Settings) -> Learner:
     own = {name: settings[name] for name in ("lr", "head_rate", "decay")}
     rule = Adaptive(len(streams.keys), trunk_rate=settings["trunk_rate"], patience=settings["patience"])
     return NetworkLearner(streams, _module(streams, settings, STORING), rule, bank=BANK, **own)
 
 
-def build_fitted(streams: Streams, settings: Settings) -> NetworkLearner:
+def build_fitted(streams: StreamSet, settings: Settings) -> NetworkLearner:
     """Make the learner with fitted numbers: `norm`, `decay`, and a float or an array (N,) for each of `fitted.NUMBERS`."""
     own = {name: settings[name] for name in (*RATES, "decay")}
     rule = Fitted(len(streams.keys), {name: settings[name] for name in NUMBERS})
@@ -240,7 +240,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
 )
 
 
-def build_learner(name: str, streams: Streams, **settings: Any) -> Learner:
+def build_learner(name: str, streams: StreamSet, **settings: Any) -> Learner:
     """Make the learners of a method for streams. Raises InputError if the method or a setting is unknown or a value is bad."""
     full = full_settings(name, settings)
     return find_method(name).build(streams, full)

@@ -18,7 +18,7 @@ from esper.kasmina.stack.layers import Linear, Residual
 from esper.kasmina.stack.rows import Stack
 from esper.leyline.data import keys
 from esper.leyline.data.keys import Purpose
-from esper_bench.streams.bank import EVERY_PART, HEAD_PART, Bank
+from esper_bench.streams.bank import EVERY_PART, HEAD_PART, PartBank
 from esper_bench.streams.data import Floats, Ints
 
 Bools = NDArray[np.bool_]
@@ -111,7 +111,7 @@ class Rows:
         parts = (slice(0, self.trunk), slice(self.trunk, stop), slice(stop, self.stack.size))
         self.parts = parts if self.slots else parts[:2]
         self.steps = torch.zeros(count, len(self.parts))  # (N, parts) float32, because torch's kernel takes floats
-        self.bank = Bank(module, self.stack, bank, holds)
+        self.bank = PartBank(module, self.stack, bank, holds)
         self.age = np.zeros(count, np.int64)  # updates for which the active parts have trained
         self.value.copy_(self._drawn(np.arange(count), Weights.FIRST, 0))
         self._lists = [self._row_lists(part) for part in self.parts]

@@ -20,7 +20,7 @@ from esper.leyline.config.input import show
 from esper.leyline.data import keys
 from esper.leyline.data.keys import Purpose
 from esper.leyline.errors import InputError
-from esper_bench.streams.data import BATCH, Draw, Ints, Segment
+from esper_bench.streams.data import BATCH, Ints, Segment, StreamDraw
 from esper_bench.streams.play import SUPPORT
 
 DATA = "data"
@@ -75,7 +75,7 @@ class OwnStreams:
         They are drawn with replacement. The first 32 come from one half of them and the others from the other half.
         """
         draws = keys.uniform(
-            keys.key(Purpose.STREAM, self.keys[:, None], Draw.TEST, contexts[:, None], np.arange(count))
+            keys.key(Purpose.STREAM, self.keys[:, None], StreamDraw.TEST, contexts[:, None], np.arange(count))
         )
         chosen = np.empty((len(contexts), count), np.int64)
         for row, context in enumerate(contexts.tolist()):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from esper_bench.streams.data import Floats, Ints, Streams
+from esper_bench.streams.data import Floats, Ints, StreamSet
 from esper_bench.streams.learner import Learner, scored
 from esper_bench.streams.network import Bools
 
@@ -42,7 +42,7 @@ class Played(NamedTuple):
 class Player:
     """Plays streams to their end, or to any update from which another player goes on."""
 
-    def __init__(self, streams: Streams, learner: Learner) -> None:
+    def __init__(self, streams: StreamSet, learner: Learner) -> None:
         self.streams, self.learner = streams, learner
         shape = (streams.updates, len(streams.keys))
         self.update = 0
@@ -85,7 +85,7 @@ class Player:
         self.learner.load(state["learner"])
 
 
-def retention(streams: Streams, learner: Learner) -> Floats:
+def retention(streams: StreamSet, learner: Learner) -> Floats:
     """Measure (N,) the accuracy on test examples of every context that a stream has had, as a mean over its contexts.
 
     The learner sees 32 labelled examples of a context, and is scored on 128 others. It is not told which context it is.
@@ -100,7 +100,7 @@ def retention(streams: Streams, learner: Learner) -> Floats:
     return np.asarray(total / count)
 
 
-def segment_accuracy(streams: Streams, accuracy: NDArray[np.float32]) -> list[Floats]:
+def segment_accuracy(streams: StreamSet, accuracy: NDArray[np.float32]) -> list[Floats]:
     """Average the accuracy (T, N) over every segment of each stream."""
     return [
         np.array([accuracy[start:stop, n].mean(dtype=np.float64) for start, stop, _ in each])
