@@ -107,7 +107,7 @@ def widened(factory: Factory, x: Batch, parameters: int) -> "WidenedHosts | Abse
     chain = _chain(host)
     if isinstance(chain, Absent):
         return chain
-    outs = [layer.outs for layer in chain if layer.weighs]
+    outs = [_features(layer)[1] for layer in chain if isinstance(layer, _WEIGHTS)]
     if len(outs) < 2:
         return Absent("the host has a single layer with weights, so there is no inner width to scale")
     inner = without_bottlenecks(outs[:-1])
@@ -118,7 +118,7 @@ def widened(factory: Factory, x: Batch, parameters: int) -> "WidenedHosts | Abse
     def size(widest: int) -> int:
         with torch.device("meta"):
             _resize(chain, scaled(widest))
-        return sum(count(layer.module) for layer in chain)
+        return sum(map(count, chain))
 
     width = 1 + bisect_left(range(1, WIDEST + 1), parameters, key=size)
     if width > WIDEST:
@@ -159,27 +159,14 @@ class WidenedHosts:
         return host
 
 
-class _ChainLayer(NamedTuple):
-    """Describes a layer of a chain whose width can be changed."""
-
-    module: nn.Module
-    ins: int
-    outs: int
-    positions: int  # positions of the map that is flattened in front of it; 1 elsewhere
-
-    @property
-    def weighs(self) -> bool:
-        return isinstance(self.module, _WEIGHTS)
-
-
 _WEIGHTS = (nn.Linear, nn.Conv2d)
 _RESIZED = (nn.Linear, Linear, nn.Conv2d, nn.LayerNorm, nn.BatchNorm1d, nn.BatchNorm2d)
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
-def _chain(host: SegmentedHost) -> list[_ChainLayer] | Absent:
-    """Return the layers with parameters, in the order in which the host runs them."""
-    leaves: list[nn.Module] = []
+def _chain(host: SegmentedHost) -> list[nn.Module] | Absent:
+    """Return the layers with parameters, in the order in which the host runs them; Absent if a width cannot be changed."""
+    chain: list[nn.Module] = []
     for index, segment in enumerate(host.segments):
         for path, module in segment.named_modules():
             inside = any(True for _ in module.parameters()) or any(True for _ in module.buffers())
@@ -190,19 +177,16 @@ def _chain(host: SegmentedHost) -> list[_ChainLayer] | Absent:
                 return Absent(f"{where} of the host is {kind_of(module)}, whose width cannot be scaled")
             if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) > 1:
                 return Absent(f"{where} of the host normalises over {len(module.normalized_shape)} axes")
-            if module in leaves:
+            if module in chain:
                 return Absent(f"{where} of the host shares its weights with another layer")
-            leaves.append(module)
-    chain: list[_ChainLayer] = []
+            chain.append(module)
     width = 0  # of the stream
-    for module in leaves:
+    for module in chain:
         ins, outs = _features(module)
-        positions = ins // width if width else 1
         if width and (ins % width or not ins):
             return Absent(
                 f"a layer of the host reads {ins} features of a stream of {width}, so its width cannot be scaled"
             )
-        chain.append(_ChainLayer(module, ins, outs, positions))
         width = outs if isinstance(module, _WEIGHTS) else width or outs
     return chain
 
@@ -215,15 +199,15 @@ def _features(module: Any) -> tuple[int, int]:
     return getattr(module, axes.read), getattr(module, axes.written)
 
 
-def _resize(chain: Sequence[_ChainLayer], widths: Sequence[int]) -> None:
+def _resize(chain: Sequence[Any], widths: Sequence[int]) -> None:
     """Give the layers of a chain other widths (outputs of those with weights), in place and newly initialised."""
-    places = iter(widths)
-    width = 0
-    for layer in chain:
-        part: Any = layer.module
-        reads = writes = width * layer.positions if width else layer.ins
-        if layer.weighs:
-            writes = width = next(places)
+    places, before, width = iter(widths), 0, 0  # the width of the stream as it was, and as it is now
+    for part in chain:
+        ins, outs = _features(part)
+        reads = writes = ins // before * width if width else ins  # of each position of a map that was flattened
+        if isinstance(part, _WEIGHTS):
+            before, writes = outs, next(places)
+            width = writes
         dtype = next((parameter.dtype for parameter in part.parameters()), None)
         for name, own in [*part.named_parameters(), *part.named_buffers()]:
             if own.dim():  # not the number of batches that a BatchNorm has seen
