@@ -179,9 +179,8 @@ def check(entry: Blueprint) -> None:
 
     The change must have the shape of the stream and be exactly 0 at initialisation. Some gradient must differ from 0.
     Twice the first step must make twice the change. Every parameter must move within five optimizer steps. The declared
-    number of parameters must be right. A module that says `pads` must keep padded units at exactly 0. A change at a
-    position of a sequence must not depend on later positions, unless the blueprint says that it looks ahead. Raises
-    InputError, in one sentence, on the first check that fails.
+    number of parameters must be right. A change at a position of a sequence must not depend on later positions, unless
+    the blueprint says that it looks ahead. Raises InputError, in one sentence, on the first check that fails.
     """
     # A bypass of maps or sequences can cross a segment that changes the number of features; one of vectors does not.
     differ = entry.tap == Tap.INPUT or (entry.kind != Kind.VECTOR and entry.tap == Tap.BEFORE)
@@ -262,8 +261,6 @@ def _check_size(entry: Blueprint, module: nn.Module, u: Tensor, pull: Tensor) ->
     still = [name for name, p in module.named_parameters() if torch.equal(p, before[name])]
     if still:
         raise refuse(f"never moves {', '.join(still)}", "leave out parameters whose gradient is always 0")
-    if getattr(module, "pads", False):
-        _check_padding(entry, reads, writes, u, pull)
     if entry.kind == Kind.SEQUENCE and entry.causal:
         _check_causal(entry, module, u)
 
@@ -296,32 +293,6 @@ def _after_a_step(module: nn.Module, u: Tensor, pull: Tensor, rate: float) -> Te
     grown = copy.deepcopy(module)
     _step(torch.optim.SGD(grown.parameters(), lr=rate), grown, u, pull)
     return grown(u).detach()
-
-
-def _check_padding(entry: Blueprint, reads: int, writes: int, u: Tensor, pull: Tensor) -> None:
-    """Raise InputError if a module in the leading corner of a larger one does not keep the rest at exactly 0."""
-    small = entry.build(reads, writes)
-    sizes = dict(small.named_parameters())
-    hidden = max((p.shape[0] for n, p in small.named_parameters() if n.startswith("inner")), default=0)
-    try:
-        wide = type(small)(reads, writes, hidden + 3)
-        with torch.no_grad():
-            for name, parameter in wide.named_parameters():
-                parameter.zero_()
-                parameter[tuple(slice(0, k) for k in sizes[name].shape)] = sizes[name]
-    except (TypeError, RuntimeError):
-        made = f"{type(small).__name__}(reads, writes, hidden)"
-        raise InputError(
-            f"blueprint {entry.name!r} says it pads, but {made} makes no wider one; remove `pads`"
-        ) from None
-    optimizer = torch.optim.AdamW(wide.parameters(), lr=1e-2, weight_decay=1e-2)
-    for _ in range(5):
-        _step(optimizer, wide, u, pull)
-    for name, parameter in wide.named_parameters():
-        rest = parameter.detach().clone()
-        rest[tuple(slice(0, k) for k in sizes[name].shape)] = 0
-        if rest.count_nonzero():
-            raise InputError(f"blueprint {entry.name!r} says it pads, but padded units of {name} move; remove `pads`")
 
 
 LINEAR = ("affine", "low-rank", "bypass-linear", "bypass-rank-", "bypass-conv-", "full-head", "sparse-")

@@ -21,19 +21,18 @@ _CONVOLUTIONS: dict[int, type[nn.Conv2d] | type[nn.Conv3d]] = {2: nn.Conv2d, 3: 
 """By the number of sides."""
 
 
-def conv(reads: int, writes: int, size: int, *, groups: int = 1, sides: int = 2) -> nn.Conv2d | nn.Conv3d:
-    """Make a convolution that keeps the resolution: weights normal with variance 2 / fan in, for a ReLU behind it, biases 0."""
+def zero_conv(reads: int, writes: int, size: int, *, groups: int = 1, sides: int = 2) -> nn.Conv2d | nn.Conv3d:
+    """Make a convolution that keeps the resolution and starts at exactly 0."""
     layer = _CONVOLUTIONS[sides](reads, writes, size, padding=size // 2, groups=groups)
-    nn.init.normal_(layer.weight, std=math.sqrt(2 / (reads // groups * size**sides)))
+    nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
     return layer
 
 
-def zero_conv(reads: int, writes: int, size: int, *, sides: int = 2) -> nn.Conv2d | nn.Conv3d:
-    """Make a convolution that starts at exactly 0."""
-    layer = _CONVOLUTIONS[sides](reads, writes, size, padding=size // 2)
-    nn.init.zeros_(layer.weight)
-    nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+def conv(reads: int, writes: int, size: int, *, groups: int = 1, sides: int = 2) -> nn.Conv2d | nn.Conv3d:
+    """Make a convolution that keeps the resolution: weights normal with variance 2 / fan in, for a ReLU behind it, biases 0."""
+    layer = zero_conv(reads, writes, size, groups=groups, sides=sides)
+    nn.init.normal_(layer.weight, std=math.sqrt(2 / (reads // groups * size**sides)))
     return layer
 
 

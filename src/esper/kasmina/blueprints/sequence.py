@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from esper.kasmina.blueprints.vector import ChosenOutputs
+from esper.kasmina.blueprints.vector import SparseHead
 from esper.kasmina.stack.layers import Linear, StackedModule, causal_attention, zero_linear
 
 
@@ -87,7 +87,7 @@ class FullHead(StackedModule):
         return self.out(F.layer_norm(u, u.shape[-1:], eps=NormSeed.eps))
 
 
-class NormedSparseHead(ChosenOutputs):
+class NormedSparseHead(SparseHead):
     """Computes delta_o = a_o n(u) + b_o for k chosen outputs o, 0 for the others; k (r + 1) parameters, zero at initialisation.
 
     These are rows of `FullHead`, as a last layer has a row for each token.

@@ -4,7 +4,6 @@ The modules act on trailing axes, so they run alone or stacked. In the counts, r
 """
 
 import math
-from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +53,6 @@ class LinearMap(StackedModule):
 class LowRank(StackedModule):
     """Computes delta = W (V u) + b of rank k; k (r + w) + w parameters (LoRA: Hu et al., 2021, equation 3)."""
 
-    pads = True
     in_order = ("inner", "out")
     biased = True
 
@@ -85,7 +83,6 @@ class MLPSeed(StackedModule):
     gradient there are 0. In a network of a person's own f is that of the layers which the seed spans (`LivePopulation.made`).
     """
 
-    pads = True
     in_order = ("inner", ReLU, "out")
     function: Pointwise = RELU
 
@@ -98,6 +95,10 @@ class MLPSeed(StackedModule):
 
     def forward(self, u: Tensor) -> Tensor:
         return self.out(apply(self.function, self.inner(u)))
+
+
+PADDED = (LowRank, Factored, MLPSeed)
+"""Modules of which those of different hidden widths share a stack."""
 
 
 class Gated(StackedModule):
@@ -141,10 +142,11 @@ class SparseRows(StackedModule):
         return self.out(u.gather(-1, _places(self.chosen, u)))
 
 
-class ChosenOutputs(StackedModule, ABC):
-    """Changes k chosen outputs: delta_o = a_o n(u) + b_o, and 0 for the others; k (r + 1) parameters. Subclasses define n.
+class SparseHead(StackedModule):
+    """Computes delta_o = a_o u + b_o for k chosen outputs o, 0 for the others: k rows of `LinearMap`, as a last layer has.
 
-    `choose` selects the outputs; until then they are the first k. a and b are zero at initialisation. `read` is n.
+    It has k (r + 1) parameters, zero at initialisation. `choose` selects the outputs; until then they are the first k. A subclass
+    may normalise u.
     """
 
     chosen: Tensor  # (k,) int64 in increasing order; stacked (E, k)
@@ -155,9 +157,9 @@ class ChosenOutputs(StackedModule, ABC):
         self.out = zero_linear(reads, min(rows, writes))
         self.register_buffer("chosen", torch.arange(min(rows, writes)))
 
-    @abstractmethod
     def read(self, u: Tensor) -> Tensor:
         """Return what the outputs are maps of, (..., reads) -> (..., reads)."""
+        return u
 
     def choose(self, u: Tensor, gradient: Tensor) -> None:
         """Choose the outputs with the largest gradient of their weights and bias: u (N, reads), gradient (N, writes)."""
@@ -169,13 +171,6 @@ class ChosenOutputs(StackedModule, ABC):
         """Return (B, ..., reads) -> (B, ..., writes), or (E, B, ..., reads) -> (E, B, ..., writes)."""
         y = self.out(self.read(u))
         return y.new_zeros(*u.shape[:-1], self.writes).scatter(-1, _places(self.chosen, y), y)
-
-
-class SparseHead(ChosenOutputs):
-    """Computes delta_o = a_o u + b_o for k chosen outputs o, 0 for the others: k rows of `LinearMap`, as a last layer has."""
-
-    def read(self, u: Tensor) -> Tensor:
-        return u
 
 
 def largest(norms: Tensor, count: int) -> Tensor:

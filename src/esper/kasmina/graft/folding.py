@@ -392,7 +392,7 @@ def _linear(delta: nn.Module, reads: int, device: torch.device) -> tuple[Tensor,
         pointwise = all(size == 1 for size in layer.kernel_size)
         return layer.weight.flatten(1) if pointwise else layer.weight, layer.bias
     each = delta.seed if isinstance(delta, Channelwise) else delta
-    if not isinstance(each, LINEAR):
+    if type(each) not in LINEAR:
         raise _Beside("its change is not linear")
     each = gather_module(each).double()
     shift: Tensor = each(torch.zeros(1, reads, dtype=torch.float64, device=device))[0]

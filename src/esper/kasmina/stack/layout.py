@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from esper.kasmina.blueprints import Blueprint, count, drawn_with
+from esper.kasmina.blueprints.vector import PADDED
 from esper.kasmina.host import SegmentedHost, segment_outputs, steps_of, width_read
 from esper.kasmina.slot import Seed
 from esper.kasmina.stack.plan import Indices
@@ -67,7 +68,7 @@ class Layout:
                 if reads := int(self.widest.reads[s, k]):
                     largest[k] = self.build(s, k, 0, reads, int(self.widest.taps[s, HERE]))
                     delta = largest[k].delta
-                    same = type(delta) if getattr(delta, "pads", False) else entry.name
+                    same = type(delta) if type(delta) in PADDED else entry.name
                     groups.setdefault((same, reads), []).append(k)
             for index, members in enumerate(groups.values()):
                 self.forms[s, index] = max((largest[k] for k in members), key=count)
