@@ -20,7 +20,7 @@ from esper.kasmina.blueprints import Blueprint, drawn_with
 from esper.kasmina.host import SegmentedHost, dtype_of, steps_of
 from esper.kasmina.lifecycle import Edits
 from esper.kasmina.slot import Seed
-from esper.kasmina.stack.layout import BEFORE, TAPS, HostTable, Layout
+from esper.kasmina.stack.layout import TAPS, HostTable, Layout
 from esper.kasmina.stack.plan import Branches, Indices, Join, Route, SeedCall
 from esper.kasmina.stack.rows import (
     Mapping,
@@ -485,11 +485,14 @@ class _Running:
         self.body, self.route = body, route
         self.kept, self.keys, self.frozen = kept, keys, kept == "all"
         self.ops = ops
-        self.origin: Tensor | None = None  # the network's input for each branch that has left, if a branch reads it
-        self.reads_input = any(Tap.INPUT in call.taps for calls in route.branch for call in calls)
-        slots, everywhere = body.layout.slots, kept != "none"
-        # the streams that enter the segments from which bypasses around several of them read, and of those that act, or all
-        self.starts = {slots[at].start for at in body.layout.spanning if everywhere or _bypassed(route, at)}
+        # the segments whose input is read behind them, each with the last slot that reads it, and these inputs
+        self.last: dict[int, int] = {}
+        for at, slot in enumerate(body.layout.slots):
+            taps = {tap for calls in (route.base, route.branch) if calls for call in calls[at] for tap in call.taps}
+            if Tap.BEFORE in taps or kept != "none":
+                self.last[slot.start] = at
+            if Tap.INPUT in taps:
+                self.last[0] = at
         self.entered: dict[int, _Flow] = {}
         self.streams: list[Streams] = []
         self.proximal: Tensor | None = None
@@ -498,11 +501,11 @@ class _Running:
         """Run some steps on leaves x (n, B, ...), with what happens at the sites behind them, and return the last streams."""
         flow = _Flow(x, None)
         for segment, path, slot in steps:
-            if segment in self.starts:
+            if segment in self.last:
                 self.entered[segment] = flow
-            before, flow = flow, self._call(segment, path, flow)
+            ahead, flow = flow, self._call(segment, path, flow)
             if slot is not None:
-                flow = self._visit(slot, flow, before, x)
+                flow = self._visit(slot, flow, ahead.base)
         return flow
 
     def _call(self, segment: int, path: str, flow: _Flow) -> _Flow:
@@ -515,49 +518,47 @@ class _Running:
             extra = self.ops.call(host, extra, self.route.joins[segment].rows, part=path, frozen=True)
         return _Flow(base, extra)
 
-    def _visit(self, slot: int, here: _Flow, ahead: _Flow, x: Any) -> _Flow:
+    def _visit(self, slot: int, here: _Flow, ahead: Any) -> _Flow:
         """Let branches leave, keep the streams that were asked for, and add the changes of the seeds of a slot.
 
-        here, ahead: the streams behind and in front of the segment in front of the slot; x: the input of the network.
+        here: the streams behind the segment in front of the slot; ahead: what the environments read in front of it.
         """
-        (h, extra), (before, extra_before) = here, ahead
-        layout, ops, route = self.body.layout, self.ops, self.route
+        h, extra = here
+        layout, route = self.body.layout, self.route
         start, segment, place = layout.slots[slot].start, layout.slots[slot].after, len(layout.steps) + slot
         join = route.joins[segment] if route.joins else None
         leaving = h
         if join is not None and join.grown:
-            extra = self._joined(join, extra, h, x)
-            # What else is ahead may be a batch of several tensors.
-            if start not in self.entered and layout.widest.taps[slot, BEFORE]:
-                extra_before = ops.append(extra_before, ops.select(ops.constant(before), join.where))
-        if start in self.entered:
-            before, extra_before = self.entered[start]
+            extra = self._joined(join, extra, h)
+        read = {tap: self.entered[at] for tap, at in ((Tap.BEFORE, start), (Tap.INPUT, 0)) if at in self.entered}
         if self.frozen and not h.requires_grad:
             h = h.detach().requires_grad_()
         if self.kept != "none":
             inner, count = None, layout.slots[slot].inner
             if self.frozen and count:  # the features inside the segment in front of the slot are computed again
-                inner = map_leaves(Tensor.detach, ahead.base)
+                inner = map_leaves(Tensor.detach, ahead)
                 for index in range(count):
                     inner = self.body.host(inner, route.part, part=f"segments.{segment}.{index}", frozen=True)
-            self.streams.append(Streams(h, before, inner))
+            self.streams.append(Streams(h, read[Tap.BEFORE].base, inner))
         for call in route.base[slot]:
-            h = self._grown(call, {Tap.HERE: h, Tap.BEFORE: before, Tap.INPUT: x}, place_keys(self.keys, place))
+            sources = {Tap.HERE: h, **{tap: flow.base for tap, flow in read.items()}}
+            h = self._grown(call, sources, place_keys(self.keys, place))
         if extra is not None:
             keys = None if self.keys is None else place_keys(self.keys[route.owners[: len(extra)]], place)
             for call in route.branch[slot]:
-                extra = self._grown(call, {Tap.HERE: extra, Tap.BEFORE: extra_before, Tap.INPUT: self.origin}, keys)
+                sources = {Tap.HERE: extra, **{tap: flow.extra for tap, flow in read.items()}}
+                extra = self._grown(call, sources, keys)
+        self.entered = {start: flow for start, flow in self.entered.items() if self.last[start] > slot}
         if join is not None and join.joining and not join.grown:
-            extra = self._joined(join, extra, leaving, x)  # behind the seeds, which would copy it
+            extra = self._joined(join, extra, leaving)  # behind the seeds, which would copy it
         return _Flow(h, extra)
 
-    def _joined(self, join: Join, extra: Tensor | None, h: Tensor, x: Any) -> Tensor:
+    def _joined(self, join: Join, extra: Tensor | None, h: Tensor) -> Tensor:
         """Append the streams of the branches that join behind a segment."""
-        if self.reads_input:
-            self.origin = self.ops.append(self.origin, self.ops.select(x, join.where))
         for start, (base, branched) in self.entered.items():
-            here = self.ops.select(self.ops.constant(base), join.where)
-            self.entered[start] = _Flow(base, self.ops.append(branched, here))
+            if isinstance(base, Tensor):  # and not a batch of several tensors, which no seed reads
+                here = self.ops.select(self.ops.constant(base), join.where)
+                self.entered[start] = _Flow(base, self.ops.append(branched, here))
         return self.ops.append(extra, self.ops.select(self.ops.constant(h), join.where))
 
     def _grown(self, call: SeedCall, sources: dict[Tap, Any], keys: Indices | None) -> Tensor:
@@ -588,11 +589,6 @@ class _Running:
             self.proximal = ops.add(self.proximal, pull, where)
             return ops.straight(h, change, where)
         return ops.add(h, change, call.where)
-
-
-def _bypassed(route: Route, slot: int) -> bool:
-    """Return whether a seed at a slot reads what enters the segments that its bypasses go around."""
-    return any(Tap.BEFORE in call.taps for calls in (route.base, route.branch) if calls for call in calls[slot])
 
 
 def place_keys(keys: Indices | None, place: int) -> Indices | None:

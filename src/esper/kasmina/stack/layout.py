@@ -52,7 +52,6 @@ class Layout:
         self.slots: tuple[SlotSpec, ...] = host.slots
         self.menu = tuple(menu)
         self.steps = steps_of(len(host.segments), self.slots)  # of every host
-        self.spanning = tuple(at for at, slot in enumerate(self.slots) if slot.start < slot.after)
         self.streams: tuple[type[Stream], ...] = tuple(STREAMS[slot.kind] for slot in self.slots)
         self.tap_of = np.array([TAPS.index(entry.tap) for entry in self.menu], np.int64)  # (K,) indices into `TAPS`
         self.dtype = dtype
