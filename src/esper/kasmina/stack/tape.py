@@ -37,7 +37,10 @@ class PassOperations:
 
     def append(self, x: Tensor | None, more: Tensor) -> Tensor:
         """Append rows to rows."""
-        return more if x is None else moved_first(torch.cat([moved_last(x), moved_last(more)]))
+        if x is None:
+            return more
+        rows, y = len(x), moved_first(torch.cat([moved_last(x), moved_last(more)]))
+        return self._note(y, (x, lambda dy: dy[:rows]), (more, lambda dy: dy[rows:]))
 
     def fitted(self, stream: type[Stream], u: Tensor, h: Tensor) -> Tensor:
         """Return u at the resolution of the stream h."""
@@ -45,7 +48,8 @@ class PassOperations:
 
     def either(self, mask: Tensor, x: Tensor, other: Tensor) -> Tensor:
         """Take x where the mask is set, and `other` elsewhere."""
-        return torch.where(mask, x, other)
+        y = torch.where(mask, x, other)
+        return self._note(y, (x, lambda dy: dy.where(mask, 0)), (other, lambda dy: dy.where(~mask, 0)))
 
     def add(self, h: Tensor, change: Tensor, where: Tensor | None) -> Tensor:
         """Add changes (n, ...) to the rows `where` (n,) of h, or to all.
@@ -54,7 +58,8 @@ class PassOperations:
         whether a seed grew.
         """
         y = h + change if where is None else h.index_add(0, where, change)
-        return y if y.dim() != MAPS or y.stride() == h.stride() else torch.empty_like(h).copy_(y)
+        y = y if y.dim() != MAPS or y.stride() == h.stride() else torch.empty_like(h).copy_(y)
+        return self._note(y, (h, _unchanged), (change, lambda dy: dy if where is None else dy.index_select(0, where)))
 
     def straight(self, h: Tensor, change: Tensor, where: Tensor) -> Tensor:
         """Return h, whose gradient is also that of the changes of its rows `where`."""
@@ -72,7 +77,11 @@ class PassOperations:
 
     def masked(self, x: Tensor, mask: Tensor) -> Tensor:
         """Set the numbers that a mask marks to -inf."""
-        return x.masked_fill(mask, -torch.inf)
+        return self._note(x.masked_fill(mask, -torch.inf), (x, lambda dy: dy.masked_fill(mask, 0)))
+
+    def _note(self, y: Tensor, *sources: tuple[Any, Callable[[Tensor], Tensor]]) -> Tensor:
+        """Note how the gradient of each source follows from that of a result, which autograd knows by itself."""
+        return y
 
 
 def _unchanged(dy: Tensor) -> Tensor:
@@ -152,23 +161,9 @@ class PassTape(PassOperations):
             return self._note(y, (x, _unchanged))
         return self._record(y, lambda dy: self._sum(x).index_add_(0, where, dy)) if self.wants(x) else y
 
-    def append(self, x: Tensor | None, more: Tensor) -> Tensor:
-        if x is None:
-            return more
-        rows = len(x)
-        return self._note(super().append(x, more), (x, lambda dy: dy[:rows]), (more, lambda dy: dy[rows:]))
-
     def fitted(self, stream: type[Stream], u: Tensor, h: Tensor) -> Tensor:
         same = stream.fitted(u, h) is u
         return u if same else self.apart(lambda u: stream.fitted(u, h), u)
-
-    def either(self, mask: Tensor, x: Tensor, other: Tensor) -> Tensor:
-        y = super().either(mask, x, other)
-        return self._note(y, (x, lambda dy: dy.where(mask, 0)), (other, lambda dy: dy.where(~mask, 0)))
-
-    def add(self, h: Tensor, change: Tensor, where: Tensor | None) -> Tensor:
-        y = super().add(h, change, where)
-        return self._note(y, (h, _unchanged), (change, lambda dy: dy if where is None else dy.index_select(0, where)))
 
     def straight(self, h: Tensor, change: Tensor, where: Tensor) -> Tensor:
         return self._note(h.view_as(h), (h, _unchanged), (change, lambda dy: dy.index_select(0, where)))
@@ -206,9 +201,6 @@ class PassTape(PassOperations):
 
         return self._record(y, back)
 
-    def masked(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self._note(super().masked(x, mask), (x, lambda dy: dy.masked_fill(mask, 0)))
-
     @torch.no_grad()
     def backward(self, results: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Add the gradients of all parameters to their `.grad`, from results and their gradients; it forgets the pass."""
@@ -224,7 +216,7 @@ class PassTape(PassOperations):
         return id(x) in self._wanted
 
     def _note(self, y: Tensor, *sources: tuple[Any, Callable[[Tensor], Tensor]]) -> Tensor:
-        """Record a result if a gradient is asked for of one of its sources, each with the function from that of the result."""
+        """Record a result if a gradient is asked for of one of its sources."""
         asked = [source for source in sources if self.wants(source[0])]
 
         def back(dy: Tensor) -> None:
