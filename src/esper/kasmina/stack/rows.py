@@ -101,14 +101,14 @@ Rows = slice | Indices | Tensor
 
 
 class _Part(NamedTuple):
-    """Describes a submodule that a call runs: its tensors, and the way to run it."""
+    """Describes a submodule that a call runs: its tensors, parameters and then buffers, and the way to run it."""
 
-    prefix: str
     module: nn.Module
     places: tuple[ParameterPlace, ...]
-    owners: tuple[tuple[tuple[nn.Module, str], ...], ...]  # for each place, the owners inside the part
-    names: tuple[tuple[str, ...], ...]  # for each place, its names inside the part; several if the parameter is shared
-    buffers: tuple[tuple[str, nn.Module, str], ...]  # the column of each buffer, its owner, and its name there
+    buffers: tuple[str, ...]  # the column of each buffer
+    # for each tensor the submodules inside the part that have it, each with its name there; several if it is shared
+    owners: tuple[tuple[tuple[nn.Module, str], ...], ...]
+    names: tuple[tuple[str, ...], ...]  # for each tensor its names inside the part
     way: Way
     layers: Layers | None  # what a part that is called directly does, if it is layers that follow each other
 
@@ -226,7 +226,6 @@ class Stack(Columns):
         """Return a submodule by its dotted path, looked up once; '' is the whole, "segments.i:j" the segments i to j in order."""
         found = self._parts.get(path)
         if found is None:
-            prefix = f"{path}." if path else ""
             if ":" in path:
                 parent, _, run = path.rpartition(".")
                 start, last = map(int, run.split(":"))
@@ -237,24 +236,17 @@ class Stack(Columns):
             # Parameters are found by owner, because one that several segments share has only the name in the first.
             owned = [(place, tuple(pair for pair in place.owners if pair[0] in inside)) for place in self.places]
             owned = [(place, owners) for place, owners in owned if owners]
-            names = tuple(tuple(inside[owner] + name for owner, name in owners) for _, owners in owned)
+            places, owners = tuple(place for place, _ in owned), [own for _, own in owned]
             buffers = []
             for name in self.buffers:
                 owner_path, _, own = name.removeprefix("buffer.").rpartition(".")
                 if (owner := self.module.get_submodule(owner_path)) in inside:
-                    buffers.append((name, owner, own))
-            inner = tuple((inside[owner] + own,) for _, owner, own in buffers)
-            layers = layers_of(module, names + inner)
-            found = self._parts[path] = _Part(
-                prefix,
-                module,
-                tuple(place for place, _ in owned),
-                tuple(owners for _, owners in owned),
-                names,
-                tuple(buffers),
-                self._way(module, layers),
-                layers,
-            )
+                    buffers.append(name)
+                    owners.append(((owner, own),))
+            names = tuple(tuple(inside[owner] + name for owner, name in each) for each in owners)
+            layers = layers_of(module, names)
+            way = self._way(module, layers)
+            found = self._parts[path] = _Part(module, places, tuple(buffers), tuple(owners), names, way, layers)
         return found
 
     def _way(self, part: nn.Module, layers: Layers | None) -> Way:
@@ -285,9 +277,7 @@ class Stack(Columns):
                 self.module.train()
         given, index = self.given(part, rows, frozen)
         given = given if index is None else [each.index_select(0, index) for each in given]
-        tensors = given[: len(what.places)]
-        kept = {name: each for (name, _, _), each in zip(what.buffers, given[len(tensors) :], strict=True)}
-        buffers, single = kept, first(x).shape[0] == 1 and not self._rounds_alike(what)
+        tensors, single = given, first(x).shape[0] == 1 and not self._rounds_alike(what)
         # x becomes a node of its own in either case. The gradients of the module for x are then summed before those of
         # other users of x are added, so the order of the sum, which decides its last bit, is the same for any number of rows.
         # Fused layers are one node anyway.
@@ -295,16 +285,13 @@ class Stack(Columns):
         if single or not fused:
             x = map_leaves(lambda leaf: torch.cat([leaf, leaf]) if single else leaf.view_as(leaf), x)
         if single:
-            tensors = [torch.cat([t, t]) for t in tensors]
-            buffers = {name: torch.cat([b, b]) for name, b in kept.items()}
+            tensors = [torch.cat([t, t]) for t in given]
         if what.way == "direct":
-            y = self._direct(what, x, tensors, buffers)
+            y = self._direct(what, x, tensors)
         else:
-            start = len(what.prefix) + len("buffer.")
-            inner = {name: t for names, t in zip(what.names, tensors, strict=True) for name in names}
-            inner |= {name[start:]: b for name, b in buffers.items()}
+            named = {name: t for names, t in zip(what.names, tensors, strict=True) for name in names}
             try:
-                y = vmap(lambda p, v: functional_call(what.module, p, *arguments(v), tie_weights=False))(inner, x)
+                y = vmap(lambda p, v: functional_call(what.module, p, *arguments(v), tie_weights=False))(named, x)
             except RuntimeError as error:
                 if self.mapping == "vmap" or is_out_of_memory(error):
                     raise
@@ -313,8 +300,8 @@ class Stack(Columns):
                 return self._loop(picked(x, slice(0, 1)) if single else x, rows, part, frozen, keys)
         if single:
             y = y[:1]
-            for name, buffer in kept.items():
-                buffer.copy_(buffers[name][:1])
+            for buffer, own in zip(given[len(what.places) :], tensors[len(what.places) :], strict=True):
+                buffer.copy_(own[:1])
         return y
 
     def _rounds_alike(self, what: _Part) -> bool:
@@ -322,21 +309,20 @@ class Stack(Columns):
         eager = not self.traced and not torch.is_autocast_enabled(self.device.type)
         return what.way == "direct" and self.device.type == "cpu" and eager
 
-    def _direct(self, what: _Part, x: Batch, tensors: list[Tensor], buffers: dict[str, Tensor]) -> Tensor:
+    def _direct(self, what: _Part, x: Batch, tensors: list[Tensor]) -> Tensor:
         # The last bit of a row's products depends on whether its first element lies on a multiple of 16 bytes, so on the
         # index of the row. Repeats of an example behind the last one align every row of any width.
         examples = first(x).shape[1]
         if examples % 4:
             x = map_leaves(lambda x: torch.cat([x, x[:, :1].detach().expand(-1, -examples % 4, *x.shape[2:])], 1), x)
         if what.layers is not None:
-            y = what.layers(first(x), [*tensors, *buffers.values()], not self.traced)
+            y = what.layers(first(x), tensors, not self.traced)
         else:
             # Binding is cheaper than functional_call, and nothing else uses this copy of the module.
             for owners, tensor in zip(what.owners, tensors, strict=True):
                 for owner, name in owners:
-                    owner._parameters[name] = tensor  # type: ignore[assignment]
-            for name, owner, own in what.buffers:
-                owner._buffers[own] = buffers[name]
+                    table: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
+                    table[name] = tensor
             y = run(what.module, x)
         return y[:, :examples] if examples % 4 else y
 
@@ -504,19 +490,16 @@ class Stack(Columns):
             run = slice(0, self.capacity)
             index = rows if isinstance(rows, Tensor) else torch.from_numpy(rows).to(self.device, non_blocking=True)
         start, stop, _ = run.indices(self.capacity)
-        buffers = [self.columns[name][start:stop] for name, _, _ in what.buffers]
-        return [*self._views(what, start, stop, frozen), *buffers], index
-
-    def _views(self, what: _Part, start: int, stop: int, frozen: bool) -> list[Tensor]:
-        """Return the parameters of a run of rows as leaves whose .grad are views of the gradient column; made once."""
-        key = (what.prefix, start, stop, frozen)
+        buffers = [self.columns[name][start:stop] for name in what.buffers]
+        # The parameters are leaves whose .grad are views of the gradient column; made once.
+        key = (path, start, stop, frozen)
         found = self._leaves.get(key)
         if found is None:
             found = self._leaves[key] = [self._leaf(place, slice(start, stop), frozen) for place in what.places]
             for leaf in found if not self.traced else ():
                 if leaf.grad is not None:
                     mark(leaf)
-        return found
+        return [*found, *buffers], index
 
     def _leaf(self, place: ParameterPlace, rows: slice | int, frozen: bool) -> Tensor:
         """Return a parameter of some rows as a leaf, whose .grad is a view of the gradient column if there is one."""
