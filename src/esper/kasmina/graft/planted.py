@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from esper.kasmina.blueprints.catalog import Copies
 from esper.kasmina.blueprints.functions import RELU, Pointwise
-from esper.kasmina.slot import DifferentiableFunction, Proximal, Seed, Straight, sigmoid, slot_change
+from esper.kasmina.slot import Proximal, Seed, Straight, blend_change, slot_change
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Site, Tap
 from esper.leyline.lifecycle.streams import STREAMS, Kind, arranged, restored
@@ -175,8 +175,8 @@ class Seat(Planted):
     taken: whether a seed is planted here; a seat that is free leaves the stream as it is. learns: whether gradients stay on its
     parameters.
 
-    switch (5,): bool, whether the seed acts, whether it learns straight-through, whether its gradient reaches what it reads, and
-    whether its blend is GATE or MULTIPLY; a buffer that is not saved, which follows these attributes.
+    switch (4,): int8, whether the seed acts, whether it learns straight-through, whether its gradient reaches what it reads, and
+    its blend; a buffer that is not saved, which follows these attributes.
     """
 
     taken = False
@@ -185,7 +185,7 @@ class Seat(Planted):
 
     def __init__(self, seed: Seed, tap: Tap, kind: Kind, axes: tuple[int, ...] = ()) -> None:
         super().__init__(seed, tap, Blend.GATE, kind, axes)
-        self.register_buffer("switch", torch.zeros(5, dtype=torch.bool, device=self.alpha.device), persistent=False)
+        self.register_buffer("switch", torch.zeros(4, dtype=torch.int8, device=self.alpha.device), persistent=False)
         self._blend = Blend.ADD.name
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -193,10 +193,9 @@ class Seat(Planted):
         changed = name in ("_mode", "_blend", "attached") and vars(self).get(name) != value
         super().__setattr__(name, value)
         if changed and "switch" in self._buffers:
-            gated, multiplied = (self._blend == blend.name for blend in (Blend.GATE, Blend.MULTIPLY))
-            values = (self._mode == "on", self._mode == "straight", self.attached, gated, multiplied)
+            values = (self._mode == "on", self._mode == "straight", self.attached, _BLENDS[self._blend])
             with torch.no_grad():
-                self.switch.copy_(torch.tensor(values))
+                self.switch.copy_(torch.tensor(values, dtype=torch.int8))
 
     @torch.no_grad()
     def take(self, planted: Planted) -> None:
@@ -249,17 +248,17 @@ class Seat(Planted):
     def forward(self, y: Tensor, h: Tensor, u: Tensor) -> Tensor:  # type: ignore[override]
         """Return the stream (B, ...) behind this seat: y is behind the seat before, h in front of all seats, u what it reads."""
         stream = STREAMS[self.kind]
-        on, straight, attached, gated, multiplied = self.switch.unbind()
+        on, straight, attached = self.switch[:3].bool().unbind()
         base = arranged(_passing(h, on), self.axes)
         read = stream.fitted(arranged(_passing(u, on & attached), self.axes), base)
         delta = self.seed.delta(read)
         gate = stream.spread(self.seed.gate(stream.gated(read)))
-        change = torch.where(gated, sigmoid(gate) * delta, delta)
-        change = torch.where(multiplied, base * torch.tanh(delta), change)
-        change = torch.where(straight, torch.ones_like(self.alpha), self.alpha) * change
+        dose = torch.where(straight, torch.ones_like(self.alpha), self.alpha)
+        change, _ = blend_change(base, delta, gate, dose, self.switch[3])
         pull = torch.where(straight, self.pull, torch.zeros_like(self.pull))
         change = Proximal.of(restored(change.to(h.dtype), self.axes), h.detach(), pull)
-        return _Join.of(y, change, on, straight)
+        y = Straight.of(y, torch.where(straight, change, change.detach()), None)
+        return torch.where(on, y + change, y)
 
     def extra_repr(self) -> str:
         """Return what `print` shows beside the seed."""
@@ -301,29 +300,3 @@ def _passing(value: Tensor, passes: Tensor) -> Tensor:
     that a compiled one leaves it out.
     """
     return Straight.of(value.detach(), torch.where(passes, value, value.detach()), None)
-
-
-class _Join(DifferentiableFunction):
-    """Returns y + c where a seed acts, and y elsewhere; c gets the gradient where it acts or learns straight-through.
-
-    y, c: (B, ...). on, straight: () bool.
-    """
-
-    @staticmethod
-    def forward(y: Tensor, change: Tensor, on: Tensor, straight: Tensor) -> Tensor:
-        return torch.where(on, y + change, y)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        learns = inputs[2] | inputs[3]
-        ctx.save_for_backward(learns)
-        ctx.save_for_forward(learns)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        (learns,) = ctx.saved_tensors
-        return gradients[0], torch.where(learns, gradients[0], torch.zeros_like(gradients[0])), None, None
-
-    @staticmethod
-    def tangent(ctx: Any, y: Tensor, change: Tensor, on: None, straight: None) -> Tensor:
-        return y + torch.where(ctx.saved_tensors[0], change, torch.zeros_like(change))
