@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -295,13 +295,15 @@ def _after_a_step(module: nn.Module, u: Tensor, pull: Tensor, rate: float) -> Te
     return grown(u).detach()
 
 
-LINEAR = ("affine", "low-rank", "bypass-linear", "bypass-rank-", "bypass-conv-", "full-head", "sparse-")
+LINEAR = ("affine", "low-rank", "bypass-linear", "bypass-rank-", "bypass-conv-", "full-head", "sparse-", "repeat")
 """How the names of built-in blueprints begin whose change is a linear map of what they read."""
 
 
-def _built_in(name: str, tap: Tap, build: Build, parameters: Count, summary: str, kind: Kind = Kind.VECTOR) -> None:
-    entry = Blueprint(name, kind, tap, build, parameters, summary, linear=name.startswith(LINEAR))
-    BLUEPRINTS[kind, name] = entry
+def _built_in(
+    name: str, tap: Tap, build: Build, parameters: Count, summary: str, kind: Kind = Kind.VECTOR, **live: Any
+) -> None:
+    entry = Blueprint(name, kind, tap, build, parameters, summary, linear=name.startswith(LINEAR), **live)
+    (LIVE_BLUEPRINTS if live else BLUEPRINTS)[kind, name] = entry
 
 
 def _mlp(hidden: int) -> tuple[Build, Count]:
@@ -406,14 +408,8 @@ def _copy_only(*_: int) -> NoReturn:
 
 for _kind in Kind:
     _about = "the block of the site again, with its own weights, by a learned number: depth (esper.Growth alone)"
-    LIVE_BLUEPRINTS[_kind, "repeat"] = Blueprint(
-        "repeat", _kind, Tap.HERE, lambda r, w: LearnedScale(), lambda r, w: 1, _about, linear=True, again=True
-    )
+    _built_in("repeat", Tap.HERE, lambda r, w: LearnedScale(), lambda r, w: 1, _about, _kind, again=True)
     _about = "a further block like that of the site, faded in behind it: depth (esper.Growth alone)"
-    LIVE_BLUEPRINTS[_kind, "block"] = Blueprint(
-        "block", _kind, Tap.HERE, _copy_only, _copy_only, _about, copies="behind"
-    )
+    _built_in("block", Tap.HERE, _copy_only, _copy_only, _about, _kind, copies="behind")
     _about = "a quarter of the heads, gated units or channels of the submodule again: width (esper.Growth alone)"
-    LIVE_BLUEPRINTS[_kind, "narrow-copy"] = Blueprint(
-        "narrow-copy", _kind, Tap.HERE, _copy_only, _copy_only, _about, copies="beside"
-    )
+    _built_in("narrow-copy", Tap.HERE, _copy_only, _copy_only, _about, _kind, copies="beside")
