@@ -466,8 +466,8 @@ class Stack(Columns):
         """The parameters that calls have read, as leaves of the graph, each with its rows and its place."""
         return [
             (leaf, slice(start, stop), place)
-            for (prefix, start, stop, _), leaves in self._leaves.items()
-            for leaf, place in zip(leaves, self.part(prefix.removesuffix(".")).places, strict=True)
+            for (path, start, stop, _), leaves in self._leaves.items()
+            for leaf, place in zip(leaves, self.part(path).places, strict=True)
         ]
 
     @property
