@@ -21,7 +21,6 @@ from esper.kasmina.graft.grown import (
     restore,
     root_of,
     sites_of,
-    source_of,
     stream_of,
     swap,
     wire_between,
@@ -86,11 +85,11 @@ def graft(
         point = swap(after)
         point.site = name
         if after is not module:
-            point.input = wire_between(root, root)
+            point.sources[Tap.INPUT.value] = wire_between(root, root)
         if around is not after:
             encloses = not site.around or site.after.startswith(f"{site.around}.")
             source = swap(around)
-            point.before = wire_between(source, source if encloses else root)
+            point.sources[Tap.BEFORE.value] = wire_between(source, source if encloses else root)
     for path, part in with_own_files(module):
         if any(site.after == path or site.after.startswith(f"{path}." if path else "") for site in sites.values()):
             swap(part)
@@ -189,7 +188,7 @@ def bank_at(module: nn.Module, name: str) -> Bank | None:
 def _count_readers(point: Point, planted: Planted | Bank, change: int) -> None:
     """Let the wires of a site know how many seeds read them."""
     for each in planted.all() if isinstance(planted, Bank) else (planted,):
-        wire = source_of(point, each.reads)
+        wire = point.sources.get(each.reads)
         if wire is not None:
             wire.readers += change
 
@@ -207,7 +206,7 @@ def trim(module: nn.Module) -> None:
         point: Point | None = part.__dict__.get(POINT)
         if point is not None:
             if not point.planted:
-                point.site = point.before = point.input = None
+                point.site, point.sources = None, {}
             point.records = tuple(wire for wire in point.records if wire.readers)
             point.bounds = tuple(wire for wire in point.bounds if wire.readers)
             if not (point.planted or point.records or point.bounds or id(part) in saving):

@@ -12,7 +12,7 @@ import inspect
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ from esper.leyline.text import did_you_mean
 CHILD = "esper"
 """Name of the child of a submodule that holds its seed."""
 POINT = "_esper_point"
-_HERE, _BEFORE, _INPUT = (tap.value for tap in (Tap.HERE, Tap.BEFORE, Tap.INPUT))
+_HERE = Tap.HERE.value
 
 
 Tape = Callable[[Tensor | None, int | None, Any], None]
@@ -95,8 +95,8 @@ class Point:
 
     site: str | None = None  # the name of the site behind it
     planted: bool = False  # whether a seed is there
-    before: Wire | None = None  # with what `Tap.BEFORE` reads; None for its own input
-    input: Wire | None = None  # with the network's input; None at the network itself
+    # with what is read, by the value of its tap, but for those that read the input of the submodule itself
+    sources: dict[str, Wire] = field(default_factory=dict)
     records: tuple[Wire, ...] = ()  # those that take its input when it is called
     bounds: tuple[Wire, ...] = ()  # those that hold within one call of it
     sites: Mapping[str, Site] | None = None  # those of the whole network, at the network itself
@@ -268,7 +268,7 @@ def _read(point: Point, tap: str, own: Tensor | None, h: Tensor) -> Tensor:
     """Return what a seed reads at a tap of this value. InputError if the pass has not computed it."""
     if tap == _HERE:
         return h
-    wire = source_of(point, tap)
+    wire = point.sources.get(tap)
     read = own if wire is None else wire.get()
     if read is None:
         raise InputError(
@@ -282,13 +282,6 @@ def _read(point: Point, tap: str, own: Tensor | None, h: Tensor) -> Tensor:
 def stream_of(output: Any) -> Any:
     """Return the stream at a site: the output of its submodule, or its first floating tensor at any depth of a structure."""
     return output if isinstance(output, Tensor) else next(floats(output), output)
-
-
-def source_of(point: Point, tap: str) -> Wire | None:
-    """Return the wire of the tap of this value; None if the tap reads the input of the submodule itself."""
-    if tap == _BEFORE:
-        return point.before
-    return point.input if tap == _INPUT else None
 
 
 def is_grafted(module: nn.Module) -> bool:
