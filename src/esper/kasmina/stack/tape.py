@@ -33,7 +33,10 @@ class PassOperations:
 
     def select(self, x: Any, where: Tensor | None) -> Any:
         """Select some rows of a stream, or all: a node of its own either way, so that gradients are summed in one order."""
-        return x.view_as(x) if where is None else moved_first(moved_last(x).index_select(0, where))
+        if where is None:
+            return self._note(x.view_as(x), (x, _unchanged))
+        y = moved_first(moved_last(x).index_select(0, where))
+        return self._note(y, (x, lambda dy: dy.new_zeros(x.shape).index_add_(0, where, dy)))
 
     def append(self, x: Tensor | None, more: Tensor) -> Tensor:
         """Append rows to rows."""
@@ -155,12 +158,6 @@ class PassTape(PassOperations):
 
         return self._record(y, back)
 
-    def select(self, x: Any, where: Tensor | None) -> Any:
-        y = super().select(x, where)
-        if where is None:
-            return self._note(y, (x, _unchanged))
-        return self._record(y, lambda dy: self._sum(x).index_add_(0, where, dy)) if self.wants(x) else y
-
     def fitted(self, stream: type[Stream], u: Tensor, h: Tensor) -> Tensor:
         same = stream.fitted(u, h) is u
         return u if same else self.apart(lambda u: stream.fitted(u, h), u)
@@ -241,12 +238,3 @@ class PassTape(PassOperations):
             self._owned.add(at)
         else:
             self._gradients[at] = gradient  # which others may hold too
-
-    def _sum(self, x: Tensor) -> Tensor:
-        """Return the sum of the gradients of a stream so far, zeros at first, to add to in place."""
-        at = id(x)
-        if at not in self._owned:
-            known = self._gradients.get(at)
-            self._gradients[at] = x.new_zeros(x.shape) if known is None else known.clone()
-            self._owned.add(at)
-        return self._gradients[at]
