@@ -21,7 +21,7 @@ from esper.karn.report.page import report_at_end, report_of_evaluation
 from esper.karn.terminal.console import print_lines, print_summary, print_training
 from esper.karn.terminal.progress import Shown, evaluation_progress, growth_progress, training_progress
 from esper.kasmina.blueprints import BLUEPRINTS, count, drawn_with
-from esper.kasmina.host import SegmentedHost, dtype_of
+from esper.kasmina.host import drawn_host, dtype_of
 from esper.kasmina.network.export import TOPOLOGY, check_size, load_network, read_topology
 from esper.kasmina.network.grown_network import GrownNetwork
 from esper.kasmina.stack.invariance import blends_that_vary, segments_that_vary
@@ -497,9 +497,7 @@ def check_rows(task: AnyTask) -> dict[str, str]:
     """
     task = to_task(task)
     instance = task.instance(task.keys("training").start)
-    with drawn_with(0):
-        host = task.largest()
-    assert isinstance(host, SegmentedHost)
+    host = drawn_host(task.largest)
     splits, row, dtype = [instance.train], np.zeros(1, np.int64), dtype_of(host)
     examples = stack_splits(splits, row, task.inputs, torch.device("cpu"), scaling=instance.scaling, dtype=dtype)
     found = segments_that_vary(task.largest, picked(examples.x, (0, slice(CHECKED))))

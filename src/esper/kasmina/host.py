@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from esper.kasmina.blueprints import drawn_with
 from esper.leyline.data.batches import Batch, arguments, first, leaves, map_leaves, run, shapes
 from esper.leyline.data.task import Objective
 from esper.leyline.errors import InputError, first_line
@@ -105,6 +106,14 @@ class SegmentedHost(nn.Module):
         for segment in others:
             x = segment(x)
         return x
+
+
+def drawn_host(factory: Callable[[], nn.Module], key: int = 0) -> SegmentedHost:
+    """Return a host that a factory makes, with weights drawn by a key; torch's own generators are not used."""
+    with drawn_with(key):
+        host = factory()
+    assert isinstance(host, SegmentedHost)
+    return host
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from esper.kasmina.blueprints import count, drawn_with, get_blueprint
 from esper.kasmina.graft.cut import CutHost
 from esper.kasmina.graft.find_sites import Hidden
-from esper.kasmina.host import SegmentedHost
+from esper.kasmina.host import SegmentedHost, drawn_host
 from esper.kasmina.network.grown_network import Graft, GrownNetwork, RegrownHost, as_host
 from esper.kasmina.network.saving import replace_folder
 from esper.kasmina.slot import Seed
@@ -139,9 +139,7 @@ def grown_network(
     contains only fossilized seeds; `topology["unfinished"]` names the slots of seeds that were left out. widenings: of the
     hosts of the factory since the run began.
     """
-    with drawn_with(0):
-        host = wider_hosts(factory, widenings)()
-    assert isinstance(host, SegmentedHost)
+    host = drawn_host(wider_hosts(factory, widenings))
     body.host.read(env, host.to(body.dtype))
     modules, grafts, grown, unfinished = [], [], [], []
     for s, slot in enumerate(body.slots):

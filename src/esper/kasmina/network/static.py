@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from esper.kasmina.blueprints import count, drawn_with
 from esper.kasmina.graft.folding import known_axes, put
-from esper.kasmina.host import SegmentedHost, dtype_of
+from esper.kasmina.host import SegmentedHost, drawn_host, dtype_of
 from esper.kasmina.stack.layers import Linear, Residual
 from esper.leyline.data.batches import Batch, cast, run, stream_of
 from esper.leyline.errors import first_line
@@ -101,10 +101,7 @@ def widened(factory: Factory, x: Batch, parameters: int) -> "WidenedHosts | Abse
     run. Returns Absent if a layer with parameters is not an nn.Linear, nn.Conv2d or normalisation in a chain of
     nn.Sequential.
     """
-    with drawn_with(0):
-        host = factory()
-    assert isinstance(host, SegmentedHost)
-    chain = _chain(host)
+    chain = _chain(drawn_host(factory))
     if isinstance(chain, Absent):
         return chain
     outs = [_features(layer)[1] for layer in chain if isinstance(layer, _WEIGHTS)]

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from esper.kasmina.blueprints import Blueprint, drawn_with
-from esper.kasmina.host import SegmentedHost, dtype_of, steps_of
+from esper.kasmina.blueprints import Blueprint
+from esper.kasmina.host import SegmentedHost, drawn_host, dtype_of, steps_of
 from esper.kasmina.lifecycle import Edits
 from esper.kasmina.slot import Seed
 from esper.kasmina.stack.layout import TAPS, HostTable, Layout
@@ -95,9 +95,7 @@ class Body:
         value. All parameters have the dtype of the host. With `recomputed`, the backward pass of training computes the
         activations inside of segments and seeds again. `compiled` says that passes may be compiled.
         """
-        with drawn_with(0):
-            host = factory()
-        assert isinstance(host, SegmentedHost)
+        host = drawn_host(factory)
         self.isolated, self.recomputed = isolated, Recomputed() if recomputed else None
         self.device = torch.device(device)
         self.dtype = dtype_of(host)

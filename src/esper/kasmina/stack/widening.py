@@ -14,7 +14,7 @@ from esper.kasmina.graft.find_sites import Hidden, find_hidden
 from esper.kasmina.graft.grafted import undisturbed
 from esper.kasmina.graft.recording import saved, undone_on_error
 from esper.kasmina.graft.widening import Outputs, additions, append, append_tried, width_of
-from esper.kasmina.host import SegmentedHost
+from esper.kasmina.host import SegmentedHost, drawn_host
 from esper.kasmina.stack.body import Body
 from esper.kasmina.stack.layout import HERE, Layout
 from esper.kasmina.stack.plan import Indices
@@ -80,10 +80,7 @@ def plan_widenings(
 
     Raises InputError if nothing can be wider.
     """
-    with drawn_with(0):
-        host, tried = hosts().to(dtype), hosts().to(dtype)
-    assert isinstance(host, SegmentedHost)
-    assert isinstance(tried, SegmentedHost)
+    host, tried = (drawn_host(hosts).to(dtype) for _ in range(2))
     layout = Layout(host, menu, example, dtype)
     size = _widen(tried, layout, example, 2).parameters(host, factor**times) * dtype.itemsize
     if size > most:  # said before anything large is made

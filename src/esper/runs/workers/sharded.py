@@ -19,8 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from esper.kasmina.blueprints import drawn_with
-from esper.kasmina.host import dtype_of
+from esper.kasmina.host import drawn_host, dtype_of
 from esper.kasmina.lifecycle import Edits, dormant
 from esper.kasmina.network.export import grown_network
 from esper.kasmina.stack.division import joined_bodies, joined_snapshots, picked_body, picked_snapshot
@@ -151,8 +150,7 @@ class ShardedPopulation:
         self._queue: list[list[Tree]] = [[] for _ in self._envs]
         self._known: dict[str, Any] | None = None  # the last snapshot, until a row changes
         self.remembers = False  # whether the workers keep the states of rows in place of sending them
-        with drawn_with(0):
-            self._dtype = dtype_of(task.largest())
+        self._dtype = dtype_of(drawn_host(task.largest))
         found = []
         for own, of in zip(self._envs, self.rows, strict=True):
             update = {"envs": own.stop - own.start, "first_instance": config.first_instance + own.start}

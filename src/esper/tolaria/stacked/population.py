@@ -1,7 +1,7 @@
 """Train and measure networks as stacked tensors on one device: the population that most engines grow. R rows, S slots."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, drawn_with, get_blueprint
-from esper.kasmina.host import SegmentedHost, check_host, dtype_of, segment_outputs
+from esper.kasmina.host import SegmentedHost, check_host, drawn_host, dtype_of, segment_outputs
 from esper.kasmina.lifecycle import Edits, doses, exported
 from esper.kasmina.network.export import grown_network
 from esper.kasmina.stack.body import Body, runs_by_row
@@ -204,7 +204,7 @@ class StackedPopulation:
         self._episode = -1
         self._trained: TrainedFigures | None = None  # of the last step, on the device
         self._taught: Sequence[IntactStreams] | None = None  # of the present instances
-        self._dtype = dtype_of(_drawn(task.largest))
+        self._dtype = dtype_of(drawn_host(task.largest))
         # the gradient of the loss of a pass in an update that sums several
         self._one = torch.ones((), dtype=self._dtype, device=self.device) / config.optimizer.accumulation_steps
         self._load(instance)
@@ -229,8 +229,7 @@ class StackedPopulation:
         for name in np.unique(instance).tolist():
             rows = np.flatnonzero(instance == name).tolist()
             problem = self.data.problems[self.data.row[rows[0]]]
-            with drawn_with(scalar(self.config.seed, Purpose.HOST, name, episode)):
-                host = problem.host()
+            host = drawn_host(problem.host, scalar(self.config.seed, Purpose.HOST, name, episode))
             body.plant_host(rows, host, self.data.few(problem), problem.outputs)
         body.mask_outputs()
         self.skipped[:] = 0
@@ -250,7 +249,7 @@ class StackedPopulation:
         old, passes, widened, instance = self.body, self.passes, self.widened, self.data.instance
 
         def host(row: int) -> SegmentedHost:
-            return _drawn(wider_hosts(self.task.instance(int(instance[row])).host, self.widenings[:widened]))
+            return drawn_host(wider_hosts(self.task.instance(int(instance[row])).host, self.widenings[:widened]))
 
         def key(row: int) -> int:
             return scalar(self.config.seed, Purpose.WIDENING, int(instance[row]), self._episode, step)
@@ -258,7 +257,7 @@ class StackedPopulation:
         self._set_widths(widened + 1)
         self.passes.follow(passes)
         body, problem = self.body, self.data.problems[0]
-        wider = _drawn(wider_hosts(problem.host, self.widenings[: widened + 1]))
+        wider = drawn_host(wider_hosts(problem.host, self.widenings[: widened + 1]))
         body.plant_host(range(len(instance)), wider, self.data.few(problem), problem.outputs)
         body.mask_outputs()
         widening = BodyWidening(old, body, self.widenings[widened], host, key)
@@ -515,7 +514,7 @@ def widenings_of(task: AnyTask, config: Config) -> tuple[HiddenWidening, ...]:
             "become wider together; leave widen out"
         )
     problem = Task.instance(task, 0)  # of any key, where rows have hosts of their own
-    dtype = dtype_of(_drawn(task.largest))
+    dtype = dtype_of(drawn_host(task.largest))
     few = on_cpu(problem.read(picked(problem.train.x, slice(2))), dtype)
     rows, copies = _rows_and_copies(task, config)
     most = available_memory(resolve_device(config.device)) / (rows * copies)
@@ -567,14 +566,14 @@ def check_memory(task: AnyTask, config: Config, available: int, widenings: tuple
     yet, and are left out.
     """
     rows, copies = _rows_and_copies(task, config)
-    host = sum(parameter.nbytes for parameter in _drawn(wider_hosts(task.largest, widenings)).parameters())
+    host = sum(parameter.nbytes for parameter in drawn_host(wider_hosts(task.largest, widenings)).parameters())
     numbers = sum(map(math.prod, named_leaves(task.inputs).values()))
     inputs = config.data.batch_size * numbers * torch.get_default_dtype().itemsize
     data = 0
     if isinstance(task, Task):
         splits = [task.train, task.probe, *([task.validation] if config.early_stopping.enabled else [])]
         parts = [part for split in splits for part in (*leaves(split.x), split.y)]
-        wide = dtype_of(_drawn(task.largest)).itemsize
+        wide = dtype_of(drawn_host(task.largest)).itemsize
         data = sum(part.numel() * (wide if part.is_floating_point() else part.element_size()) for part in parts)
     needed = rows * (host * copies + inputs) + data
     if needed > available:
@@ -584,14 +583,6 @@ def check_memory(task: AnyTask, config: Config, available: int, widenings: tuple
             f"envs is {config.envs:,}, {whose} at least {needed / 2**30:,.1f} GiB, but "
             f"{available / 2**30:,.1f} GiB of memory are available; {mend}"
         )
-
-
-def _drawn(make: Callable[[], nn.Module]) -> SegmentedHost:
-    """Return a host whose weights are of no matter; torch's own generators are not used."""
-    with drawn_with(0):
-        host = make()
-    assert isinstance(host, SegmentedHost)
-    return host
 
 
 def needs_ghost(task: AnyTask, config: Config) -> bool:
@@ -605,7 +596,7 @@ def needs_ghost(task: AnyTask, config: Config) -> bool:
     device, compiled = resolve_device(config.device), config.compile != "off"
     if device.type != "cpu":
         return True
-    host = _drawn(task.largest)
+    host = drawn_host(task.largest)
     direct = all(stacks_directly(host, segment, layers_of(segment)) for segment in host.segments)
     alike = direct and resolve_amp(config.amp, device, dtype_of(host)) is None
     return not (
@@ -632,7 +623,7 @@ def menu_of(task: AnyTask, config: Config) -> tuple[Blueprint, ...]:
     names = config.blueprints if config.blueprints is not None else task.menu
     if not names:
         raise InputError(f"the menu of task {task.name!r} is empty; name at least one blueprint")
-    kinds = list(dict.fromkeys(slot.kind for slot in _drawn(task.largest).slots))
+    kinds = list(dict.fromkeys(slot.kind for slot in drawn_host(task.largest).slots))
     having = {name: [kind for kind in kinds if (kind, name) in BLUEPRINTS] or kinds[:1] for name in names}
     return tuple(get_blueprint(name, kind) for name in names for kind in having[name])
 
@@ -641,7 +632,7 @@ def check_place(task: AnyTask, config: Config) -> None:
     """Raise InputError if the machine has no device as the config names it, or the host no such slots."""
     resolve_device(config.device)
     if config.slots is not None:
-        selected([slot.name for slot in _drawn(task.largest).slots], config)
+        selected([slot.name for slot in drawn_host(task.largest).slots], config)
 
 
 def selected(names: Sequence[str], config: Config) -> NDArray[np.bool_]:
