@@ -161,11 +161,15 @@ class Body:
             self.stacks[slot, form].arrange(order)
             self.envs[slot, form] = envs[order]
 
-    def room(self, slot: int, form: int) -> Stack:
-        """Return the stack of a form at a slot, made where there was none."""
-        if (slot, form) not in self.stacks:
-            self._make_room((slot, form), 2)
-        return self.stacks[slot, form]
+    def room(self, slot: int, form: int, capacity: int = 2) -> Stack:
+        """Return the stack of a form at a slot, made with a capacity where there was none."""
+        at = slot, form
+        if at not in self.stacks:
+            by_row = self.by_row and self.slots[slot].kind in CONVOLVED
+            options = {**self._options, "mapping": "loop"} if by_row else self._options
+            self.stacks[at] = Stack(self.layout.forms[at], capacity, **options)
+            self.envs[at] = np.zeros(0, np.int64)
+        return self.stacks[at]
 
     def clear(self) -> None:
         self.envs = {at: np.zeros(0, np.int64) for at in self.envs}
@@ -195,8 +199,7 @@ class Body:
             at = entry["slot"], entry["form"]
             if at not in self.layout.forms:
                 raise ValueError(f"there is no form {at[1]} at slot {at[0]}")
-            self._make_room(at, len(entry["stack"]["steps"]))
-            self.stacks[at].load_state(entry["stack"])
+            self.room(*at, len(entry["stack"]["steps"])).load_state(entry["stack"])
             self.envs[at] = entry["envs"]
 
     def trainable(self, seeds: Seeds) -> dict[tuple[int, int], list[slice]]:
@@ -297,10 +300,11 @@ class Body:
         constants, and the streams are part of a graph that begins at the first slot. A `tape` notes the pass, which then has
         no graph. The only state that changes is the buffers of modules in training mode.
         """
-        bare_host = self.by_row and not self.host.draws and self.recomputed is None
+        alone = self.by_row and not self.host.draws and self.recomputed is None
+        alone = alone and streams == "none" and not any(route.base) and not route.joins
         x = map_leaves(channels_last, x)
         ops: PassOperations = tape or PassOperations()
-        if bare_host and route.bare and streams == "none":
+        if alone:
             # A host that runs in a loop saves one call per segment here; the kernels are the same.
             result = Pass(self.host(x, route.part), None, (), None)
         else:
@@ -430,13 +434,6 @@ class Body:
             fused = all(part.way == "direct" and part.layers is not None for part in parts)
             self._steps[sites] = steps if fused and len(steps) < len(own) else own
         return self._steps[sites]
-
-    def _make_room(self, at: tuple[int, int], capacity: int) -> None:
-        options = self._options
-        if self.by_row and self.slots[at[0]].kind in CONVOLVED:
-            options = {**options, "mapping": "loop"}
-        self.stacks[at] = Stack(self.layout.forms[at], capacity, **options)
-        self.envs[at] = np.zeros(0, np.int64)
 
 
 def runs_by_row(host: SegmentedHost, device: torch.device, mapping: Mapping, *, compiled: bool) -> bool:

@@ -35,10 +35,10 @@ def joined_bodies(states: Sequence[State], rows: Sequence[Indices]) -> dict[str,
 
     The rows of a stack of seeds are in the order of the parts; `Body.arrange` sorts them.
     """
-    hosts = [_picked(state["host"], np.arange(len(own))) for state, own in zip(states, rows, strict=True)]
-    order = np.argsort(np.concatenate(rows))
+    pairs, order = list(zip(states, rows, strict=True)), np.argsort(np.concatenate(rows))
+    hosts = [_picked(state["host"], np.arange(len(own))) for state, own in pairs]
     entries: dict[tuple[int, int], list[tuple[Indices, State]]] = {}
-    for state, own in zip(states, rows, strict=True):
+    for state, own in pairs:
         for entry in state["seeds"]:
             held = entry["envs"]
             stack = _picked(entry["stack"], np.arange(max(len(held), 1)))
@@ -51,10 +51,7 @@ def joined_bodies(states: Sequence[State], rows: Sequence[Indices]) -> dict[str,
         seeds.append({"slot": slot, "form": form, "envs": envs, "stack": _joined([stack for _, stack in full])})
     names = states[0]["widths"]
     widths = {
-        name: np.concatenate([state["widths"][name][: len(own)] for state, own in zip(states, rows, strict=True)])[
-            order
-        ]
-        for name in names
+        name: np.concatenate([state["widths"][name][: len(own)] for state, own in pairs])[order] for name in names
     }
     return {**states[0], "host": _picked(_joined(hosts), order), "widths": widths, "seeds": seeds}
 

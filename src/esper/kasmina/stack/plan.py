@@ -76,11 +76,6 @@ class Route(NamedTuple):
     origin: Tensor | None = None  # (X,) the row of the pass that each branch leaves
     owners: Indices = np.zeros(0, np.int64)  # (X,) the same on the host
 
-    @property
-    def bare(self) -> bool:
-        """Whether the hosts run alone: no seed acts on them, and no branch leaves them."""
-        return not any(self.base) and not self.joins
-
 
 def plan_of(tree: object) -> Hashable:
     """Return what routes have in common that differ only in their tensors, so that their passes can run as one compiled graph.

@@ -277,7 +277,10 @@ class Stack(Columns):
                 self.module.train()
         given, index = self.given(part, rows, frozen)
         given = given if index is None else [each.index_select(0, index) for each in given]
-        tensors, single = given, first(x).shape[0] == 1 and not self._rounds_alike(what)
+        # A row has the same bits alone as among others on a CPU, where `product` computes all products.
+        eager = not self.traced and not torch.is_autocast_enabled(self.device.type)
+        alike = what.way == "direct" and self.device.type == "cpu" and eager
+        tensors, single = given, first(x).shape[0] == 1 and not alike
         # x becomes a node of its own in either case. The gradients of the module for x are then summed before those of
         # other users of x are added, so the order of the sum, which decides its last bit, is the same for any number of rows.
         # Fused layers are one node anyway.
@@ -303,11 +306,6 @@ class Stack(Columns):
             for buffer, own in zip(given[len(what.places) :], tensors[len(what.places) :], strict=True):
                 buffer.copy_(own[:1])
         return y
-
-    def _rounds_alike(self, what: _Part) -> bool:
-        """Return whether a row has the same bits alone as among others, as on a CPU where `product` computes all products."""
-        eager = not self.traced and not torch.is_autocast_enabled(self.device.type)
-        return what.way == "direct" and self.device.type == "cpu" and eager
 
     def _direct(self, what: _Part, x: Batch, tensors: list[Tensor]) -> Tensor:
         # The last bit of a row's products depends on whether its first element lies on a multiple of 16 bytes, so on the

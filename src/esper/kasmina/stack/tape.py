@@ -100,12 +100,10 @@ class PassTape(PassOperations):
     """
 
     def __init__(self) -> None:
-        self._steps: list[
-            tuple[Tensor, Callable[[Tensor], object]]
-        ] = []  # each result, and what passes its gradient on
+        # each result, and what passes its gradient on
+        self._steps = list[tuple[Tensor, Callable[[Tensor], object]]]()
         self._wanted: set[int] = set()  # ids of the results, whose gradients are asked for; `_steps` keeps them alive
         self._gradients: dict[int, Tensor] = {}
-        self._owned: set[int] = set()  # ids of the results whose gradient is a sum of its own
 
     def call(
         self, stack: Stack, x: Batch, rows: Rows, *, part: str = "", frozen: bool = False, keys: Any = None
@@ -228,13 +226,6 @@ class PassTape(PassOperations):
         return y
 
     def _add(self, x: Tensor, gradient: Tensor) -> None:
-        if not self.wants(x):
-            return
-        at = id(x)
-        if at in self._owned:
-            self._gradients[at].add_(gradient)
-        elif at in self._gradients:
-            self._gradients[at] = self._gradients[at] + gradient
-            self._owned.add(at)
-        else:
-            self._gradients[at] = gradient  # which others may hold too
+        if self.wants(x):
+            known = self._gradients.get(id(x))
+            self._gradients[id(x)] = gradient if known is None else known + gradient  # others may hold what is known
