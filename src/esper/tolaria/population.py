@@ -51,8 +51,8 @@ class TrainedFigures(NamedTuple):
 
     loss: Floats  # (R,) mean over the step's batches
     gradient_norm: Floats | None  # (R,) of the host, mean over the step's optimizer steps; None in a user's own loop
-    seed_norms: list[Floats]  # (n,) the same of seeds, for each entry of `seed_owners`
-    seed_owners: Sequence[tuple[int, Indices]]  # the slot and the rows (n,) that the norms belong to
+    seed_norm: Floats  # (R, S) the same of the seeds that trained; nan elsewhere
+    seed_trained: Bools  # (R, S) these seeds, whose norm can be nan too
     parameter_norms: ParameterNorms | None = None  # if `train` was asked for them and the population has them
     skipped: Indices | None = None
     """(R,) updates that overflowed in float16 and were skipped; norms are then nan if all were, inf if a row is lost."""

@@ -175,9 +175,7 @@ class FormulaPopulation:
         """Compute figures of training, which fall as a network and its seeds learn."""
         steps = trained_steps(seeds)
         training = (steps > 0) & ~seeds.doomed
-        owners = tuple((slot, np.flatnonzero(training[:, slot])) for slot in range(training.shape[1]))
-        norms = [1 / (1 + steps[rows, slot]) for slot, rows in owners]
-        return TrainedFigures(1 - metric, 1 - metric, norms, owners)
+        return TrainedFigures(1 - metric, 1 - metric, np.where(training, 1 / (1 + steps), np.nan), training)
 
 
 class _SeedSnapshots:

@@ -378,21 +378,10 @@ class ShardedPopulation:
         norms = None
         if parts[0]["parameter_norms"] is not None:
             norms = ParameterNorms(*(self._by_name([part["parameter_norms"][at] for part in parts]) for at in range(2)))
-        skipped = self._whole([part["skipped"] for part in parts])
-        if skipped is not None:
-            self.skipped += skipped
-        return TrainedFigures(
-            loss=self._whole([part["loss"] for part in parts]),
-            gradient_norm=self._whole([part["gradient_norm"] for part in parts]),
-            seed_norms=[norm for part in parts for norm in part["seed_norms"]],
-            seed_owners=[
-                (slot, rows[own])
-                for part, rows in zip(parts, self.rows, strict=True)
-                for slot, own in part["seed_owners"]
-            ],
-            parameter_norms=norms,
-            skipped=skipped,
-        )
+        found = {name: self._whole([part[name] for part in parts]) for name in parts[0] if name != "parameter_norms"}
+        if found["skipped"] is not None:
+            self.skipped += found["skipped"]
+        return TrainedFigures(**found, parameter_norms=norms)
 
     def _by_name(self, parts: Sequence[Mapping[str, Floats]]) -> dict[str, Floats]:
         """Join arrays (n,) by name to arrays (R,), which are nan in the rows of a worker that does not have the name."""
@@ -518,12 +507,11 @@ class Shard:
         if found["validation"] is not None:
             found["validation"] = [each[rows] for each in found["validation"]]
         if (trained := found["trained"]) is not None:
-            of_rows = {"loss": trained.loss[rows], "gradient_norm": trained.gradient_norm[rows]}
-            if trained.skipped is not None:
-                of_rows["skipped"] = trained.skipped[rows]
-            if (norms := trained.parameter_norms) is not None:
+            norms, of_rows = trained.parameter_norms, trained._replace(parameter_norms=None)._asdict()
+            of_rows = {name: None if each is None else each[rows] for name, each in of_rows.items()}
+            if norms is not None:
                 of_rows["parameter_norms"] = [{name: each[rows] for name, each in part.items()} for part in norms]
-            found["trained"] = {**trained._asdict(), **of_rows}
+            found["trained"] = of_rows
         return found
 
     # Snapshots of rows, by the number of their keeper.

@@ -861,10 +861,10 @@ def measure_live(
     ]
     trained = None
     if norms is not None:
-        slots = [site.name for site in live.sites]
-        owners = [(slots.index(name), np.zeros(1, np.int64)) for name in norms]
-        of_seeds: Any = [norm[None] for norm in norms.values()]
-        trained = TrainedFigures(loss[:1], None, of_seeds, owners)
+        absent = own.new_full((), torch.nan)
+        of_seeds: Any = torch.stack([norms.get(site.name, absent).to(own) for site in live.sites])[None]
+        known = np.array([[site.name in norms for site in live.sites]])
+        trained = TrainedFigures(loss[:1], None, of_seeds, known)
     figures: dict[str, Any] = {
         "loss": loss[:1],
         "metric": -loss[:1],

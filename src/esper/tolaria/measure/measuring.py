@@ -64,14 +64,13 @@ def measure(
     fresh = unmeasured(*last.sensors.shape)
     seed_norm, train_loss, host_norm = fresh.seed_gradient_norm, fresh.train_loss, None
     if training is not None:
-        train_loss, host_norm = training.loss, training.gradient_norm
-        for (at, owners), norm in zip(training.seed_owners, training.seed_norms, strict=True):
-            seed_norm[owners, at] = norm
+        train_loss, host_norm, seed_norm = training.loss, training.gradient_norm, training.seed_norm
     measurements = fresh._replace(
         metric=figures.metric,
         loss=figures.loss,
         train_loss=train_loss,
         gradient_norm=fresh.gradient_norm if host_norm is None else host_norm,
+        seed_gradient_norm=seed_norm,
         contribution=spread(figures.metric_fall, wanted.without(), shape),
         contribution_loss=spread(figures.loss_rise, wanted.without(), shape),
         gain=spread(figures.loss_rise, wanted.alone, shape, -1),
@@ -91,8 +90,7 @@ def measure(
 
     gradient = np.ones(len(figures.loss), bool) if host_norm is None else np.isfinite(host_norm)
     if training is not None:
-        for at, owners in training.seed_owners:
-            gradient[owners] &= measurements.seed_gradient_finite[owners, at]
+        gradient &= (np.isfinite(seed_norm) | ~training.seed_trained).all(1)
         if training.skipped is not None and host_norm is not None:  # nan says that no update was made
             gradient |= np.isnan(host_norm)
     scores = Scores(figures.metric, figures.loss, population.added_params(seeds))

@@ -1,6 +1,6 @@
 """Update rows of stacked networks: update rules, loss scaling for float16, the updates of a step. n rows, P parameters."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from esper.kasmina.stack.plan import Indices
 from esper.kasmina.stack.rows import Stack
 from esper.leyline.config.tree import OptimizerConfig
 from esper.leyline.lifecycle.stages import ADDED, Stage, among
-from esper.leyline.lifecycle.view import Seeds
+from esper.leyline.lifecycle.view import Bools, Seeds
 from esper.tolaria.population import ParameterNorms, TrainedFigures
 
 Update = Callable[[Tensor | None], None]
@@ -187,6 +187,7 @@ class RowGroup(NamedTuple):
     """Holds rows of a stack that the optimizer moves in this step."""
 
     updates: Updates
+    slot: int  # of the seeds; -1 for the hosts
     rows: Tensor  # (n,) the row of the population that each belongs to
     norm: Tensor  # (n,) running sum
     parts: Tensor | None  # (n, L) running sum of the norms of the trained parameters, if asked for
@@ -210,22 +211,20 @@ class StepUpdates:
     ) -> None:
         """updates: how many the step has."""
         self.body, self.updates, self.scaler = body, updates, scaler
-        self.owners = list[tuple[int, Indices]]()  # the slot and the rows (n,) of each group of seeds
-        rows, optimised = len(seeds.stage), np.zeros(seeds.stage.shape, bool)
-        moved = [(body.host, slice(0, rows), np.arange(rows))]
+        rows, self.trained = len(seeds.stage), np.zeros(seeds.stage.shape, bool)  # (R, S) the seeds that train
+        moved = [(-1, body.host, slice(0, rows), np.arange(rows))]
         for at, runs in body.trainable(seeds).items():
             for run in (run for run in runs if run.stop > run.start):
-                self.owners.append((at[0], body.envs[at][run]))
-                moved.append((body.stacks[at], run, body.envs[at][run]))
-                optimised[body.envs[at][run], at[0]] = True
+                moved.append((at[0], body.stacks[at], run, body.envs[at][run]))
+                self.trained[body.envs[at][run], at[0]] = True
         trains = among(seeds.stage, ADDED | {Stage.TRAINING}) & ~seeds.doomed
-        assert np.array_equal(optimised, trains), "the optimizer must move exactly the trainable rows"
+        assert np.array_equal(self.trained, trains), "the optimizer must move exactly the trainable rows"
         self.groups = list[RowGroup]()  # of the hosts, and then of the seeds
-        for stack, run, envs in moved:
+        for slot, stack, run, envs in moved:
             norm = torch.zeros(len(envs), dtype=stack.dtype, device=stack.device)
             parts = norm.new_zeros(len(norm), len(stack.trained_places)) if parameter_norms else None
             places = torch.from_numpy(envs).to(stack.device, non_blocking=True)
-            self.groups.append(RowGroup(optimizer(stack, run), places, norm, parts))
+            self.groups.append(RowGroup(optimizer(stack, run), slot, places, norm, parts))
         # (R,) with a scaler, how many updates overflowed in float16 and were skipped, floating point; and whether gradients
         # overflowed at a scale of at most 1, which no smaller scale mends
         self.skipped = torch.zeros(rows, device=body.device)
@@ -252,24 +251,22 @@ class StepUpdates:
     def figures(self, loss: Any) -> TrainedFigures:
         """Return the figures of the step, with tensors on the device for arrays; loss (R,) is the mean over the batches."""
         host, *seeds = self.groups
-        parameter_norms = None
-        if host.parts is not None:
-            found: dict[str, Any] = {}
-            for (slot, _), group in zip(self.owners, seeds, strict=True):
-                for name, norms in self._by_name(group):
-                    # Seeds of several forms share names, but no row has two of them in one slot.
-                    absent = loss.new_full(loss.shape, torch.nan)
-                    found.setdefault(f"{self.body.slots[slot].name}/{name}", absent)[group.rows] = norms
-            parameter_norms = ParameterNorms(dict(self._by_name(host)), found)
-        norm, *others = (self._mean(group.norm, group) for group in self.groups)
+        seed_norm, found = loss.new_full(self.trained.shape, torch.nan), dict[str, Any]()
+        for group in seeds:
+            seed_norm[group.rows, group.slot] = self._mean(group.norm, group)
+            for name, norms in self._by_name(group):
+                # Seeds of several forms share names, but no row has two of them in one slot.
+                absent = loss.new_full(loss.shape, torch.nan)
+                found.setdefault(f"{self.body.slots[group.slot].name}/{name}", absent)[group.rows] = norms
+        parameter_norms = None if host.parts is None else ParameterNorms(dict(self._by_name(host)), found)
         skipped: Any = None if self.scaler is None else self.skipped
-        return TrainedFigures(loss, norm, others, self.owners, parameter_norms, skipped)
+        return TrainedFigures(loss, self._mean(host.norm, host), seed_norm, self.trained, parameter_norms, skipped)
 
     def _by_name(self, group: RowGroup) -> Iterator[tuple[str, Any]]:
-        """Yield the name of each trained parameter of a group and its mean norms (n,)."""
-        assert group.parts is not None, "they were asked for"
-        for place, norms in zip(group.updates.places, self._mean(group.parts, group).unbind(1), strict=True):
-            yield place.name, norms
+        """Yield the name of each trained parameter of a group and its mean norms (n,), if they were asked for."""
+        if group.parts is not None:
+            for place, norms in zip(group.updates.places, self._mean(group.parts, group).unbind(1), strict=True):
+                yield place.name, norms
 
     def _mean(self, total: Tensor, group: RowGroup) -> Any:
         """Return a sum (n, ...) over the updates that the rows of a group have made, divided by their number."""
@@ -280,14 +277,11 @@ class StepUpdates:
         return (total / (self.updates - count)).masked_fill(lost, torch.inf)
 
 
-def forget_skipped(body: Body, skipped: Indices, owners: Iterable[tuple[int, Indices]]) -> None:
+def forget_skipped(body: Body, skipped: Indices, trained: Bools) -> None:
     """Take the updates (E,) that were skipped off the step counts, which every update has raised, as nothing is read in between.
 
-    owners: the slot and the rows (n,) of the seeds that trained. Seeds that were freed since are passed over; no seed may have
-    been planted since.
+    trained: (R, S) the seeds that trained. Seeds that were freed since are passed over; no seed may have been planted since.
     """
     body.host.steps -= skipped
-    for slot, rows in owners:
-        for (at, form), envs in body.envs.items():
-            here = np.flatnonzero(np.isin(envs, rows)) if at == slot else np.zeros(0, np.int64)
-            body.stacks[at, form].steps[here] -= skipped[envs[here]]
+    for (slot, form), envs in body.envs.items():
+        body.stacks[slot, form].steps[: len(envs)] -= np.where(trained[envs, slot], skipped[envs], 0)

@@ -358,7 +358,7 @@ class StackedPopulation:
             found["finite"] = found["finite"] > 0
         if (trained := found["trained"]) is not None and trained.skipped is not None:
             skipped = trained.skipped.astype(np.int64)
-            forget_skipped(body, skipped, trained.seed_owners)
+            forget_skipped(body, skipped, trained.seed_trained)
             self.skipped += skipped
             found["trained"] = trained._replace(skipped=skipped)
         return Figures(**found)
