@@ -251,7 +251,7 @@ def test_the_gain_and_the_contribution_are_paired_differences_of_the_loss():
     assert gain.mean[0, 0] == pytest.approx(float(difference.mean()), rel=1e-5)
     assert gain.se[0, 0] == pytest.approx(float(difference.std() / len(x) ** 0.5), rel=1e-5)
     assert growing.growth.engine.state.scores.loss[0] == pytest.approx(float(losses("off", 0).mean()), rel=1e-6)
-    assert population.added_params(seeds)[0] == 0
+    assert population.table.added_params(seeds)[0] == 0
     growing.run(EVERY, EVERY * 3)
     contribution = growing.growth.engine.state.measurements.contribution
     difference = losses("off", 0) - losses("on", float(seed.alpha))

@@ -124,7 +124,7 @@ def test_the_prices_of_the_steps_sum_to_the_price_of_the_compute_and_to_what_J_l
     outcomes, compute, config = seen.outcomes, engine.state.compute, engine.config
     free = config.model_copy(update={"reward": config.reward.model_copy(update={"compute_price": 0.0})})
     assert (compute.forks >= 3 * 3).all()  # 3 copies of 3 steps, and their seeds
-    added = [engine.population.added_params(outcome.seeds, IN_BUDGET) for outcome in outcomes]
+    added = [engine.population.table.added_params(outcome.seeds, IN_BUDGET) for outcome in outcomes]
     np.testing.assert_allclose(compute.seeds, sum(added) / outcomes[0].host_params)  # nothing was pruned here
     assert (compute.seeds > 0).all()
     expected = price * (compute.seeds + compute.forks) / config.steps

@@ -187,7 +187,7 @@ def test_a_seed_over_the_cap_is_refused() -> None:
         ScheduleEntry(at=0, op=Op.GERMINATE, slot=f"block{k}", blueprint="bypass-rank-4", keep=True) for k in range(5)
     ]
     engine = grown([0, 1], entries)
-    added = engine.population.added_params(engine.state.seeds)
+    added = engine.population.table.added_params(engine.state.seeds)
     hosts = engine.population.host_params
     assert (added <= 0.06 * hosts).all()
     assert (added > 0).all()

@@ -289,7 +289,7 @@ def slow_rows(key: int, count: int = 8) -> list[int]:
 
 def test_a_full_head_fits_the_cap_and_its_export_is_plain_torch() -> None:
     engine = grown([3, 4], [planted(FULL_HEAD, "head")])
-    share = engine.population.added_params(engine.state.seeds) / engine.population.host_params
+    share = engine.population.table.added_params(engine.state.seeds) / engine.population.host_params
     assert ((share > 0.057) & (share < 0.06)).all()
     sparse = grown([3, 4], [planted(SPARSE_HEAD, "head")])
     for each in (engine, sparse):

@@ -203,7 +203,7 @@ def test_a_network_with_a_seed_behind_its_head_is_exported_as_plain_torch(name: 
     keys = keys_of({4, 10})
     engine = grown(keys, {"head": name})
     costs = {"full-head": lambda w, c: c * (w + 1), "sparse-head": lambda w, c: min(8, c) * (w + 1)}
-    task, added = heal(FULL), engine.population.added_params(engine.state.seeds)
+    task, added = heal(FULL), engine.population.table.added_params(engine.state.seeds)
     metric, _ = engine.evaluate([task.test_split(key) for key in keys])
     for row, key in enumerate(keys):
         own = describe(key)

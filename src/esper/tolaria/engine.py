@@ -363,7 +363,7 @@ class Engine(Generic[P]):
         actions, refused, before, decided = state.pending
         applied, state.pending = state.seeds, None
         spent, hosts = state.compute, self.population.host_params
-        state.compute = spent.after(self.population.added_params(applied, IN_BUDGET), hosts, state.trial)
+        state.compute = spent.after(self.population.table.added_params(applied, IN_BUDGET), hosts, state.trial)
         state.trial = None
         with self.timer.phase("tick"):
             gates = judge(applied, state.measurements, config.gates, self.population.space)
@@ -418,7 +418,7 @@ class Engine(Generic[P]):
         gone[row, list(slots)] = True
         state.seeds = emptied(state.seeds, gone)
         population.edit(edits(state.seeds, state.seeds), state.seeds, state.step)
-        state.scores = state.scores._replace(added_params=population.added_params(state.seeds))
+        state.scores = state.scores._replace(added_params=population.table.added_params(state.seeds))
         state.masks = self._legal(state.seeds, state.measurements)
         if self.config.governor.enabled:
             self.governor.keeper.take(state.seeds, np.arange(len(state.seeds.stage)) == row, state.step)
@@ -588,7 +588,7 @@ class TaskEngine(Engine[D]):
 
     def exported_params(self) -> Indices:
         """Return (rows,) the parameters of the networks as exported now."""
-        added = self.population.added_params(self.state.seeds, frozenset({Stage.FOSSILIZED}))
+        added = self.population.table.added_params(self.state.seeds, frozenset({Stage.FOSSILIZED}))
         return (self.population.host_params + added)[: self.rows]
 
     def export(self, env: int) -> tuple[nn.Module, dict[str, Any]]:

@@ -153,8 +153,8 @@ def preflight(
         return refused
     slot, blueprint = actions.slot[env], actions.blueprint[env]
     if config.param_limit is not None:
-        price = population.price(env, slot, blueprint, actions.blend[env])
-        whole = population.added_params(seeds, IN_BUDGET)[env] + price
+        price = population.table.price(env, slot, blueprint, actions.blend[env])
+        whole = population.table.added_params(seeds, IN_BUDGET)[env] + price
         refused[env[whole > config.param_limit * population.host_params[env]]] = Refusal.PARAM_BUDGET
     left = refused[env] == Refusal.NONE
     needed = population.growth(env[left], slot[left], blueprint[left])

@@ -239,7 +239,7 @@ def decision_rows(
             if 0 <= index < len(space.blueprints) and 0 <= blend < len(Blend):
                 place = (np.array([each], np.int64) for each in (env, slot, index, blend))
                 row["blueprint"], row["blend"] = space.blueprints[index].name, Blend(blend).name
-                row["price"] = int(population.price(*place)[0])
+                row["price"] = int(population.table.price(*place)[0])
             for name in ("contribution", "gain"):
                 estimate = getattr(measured, name)
                 row[f"{name}_mean"] = digits(estimate.mean[env, slot])

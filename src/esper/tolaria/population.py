@@ -16,11 +16,11 @@ from torch import nn
 
 from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.lifecycle import Edits
+from esper.kasmina.stack.layout import HostTable
 from esper.kasmina.stack.plan import Branches
 from esper.kasmina.stack.widening import HiddenWidening
 from esper.leyline.config.tree import Config, GrowthConfig
 from esper.leyline.data.task import Split
-from esper.leyline.lifecycle.stages import ADDED, Stage
 from esper.leyline.lifecycle.view import Bools, Floats, Seeds, Space
 from esper.tolaria.measure.sensors import SENSORS
 from esper.tolaria.runtime import Waits
@@ -106,6 +106,7 @@ class Population(Protocol):
     device: torch.device
     environment: Indices  # (R,) the environment that each row belongs to
     space: Space  # costs, widths and bounds of all rows; known once an episode has begun
+    table: HostTable  # prices of the seeds of all rows; known once an episode has begun
     host_params: Indices  # (R,) parameters of the hosts; known once an episode has begun
     label: str  # the population in words, for messages
 
@@ -131,12 +132,6 @@ class Population(Protocol):
 
     def tainted(self, rows: Indices, step: int) -> list[int]:
         """Return which of some rows (n,) were trained on data that are not finite. DataFault if such data end a run."""
-
-    def added_params(self, seeds: Seeds, stages: frozenset[Stage] = ADDED) -> Indices:
-        """Return (R,) the parameters of the seeds in the given stages."""
-
-    def price(self, rows: Indices, slot: Indices, blueprint: Indices, blend: NDArray[np.integer[Any]]) -> Indices:
-        """Return (n,) the parameters that seeds would add."""
 
     def growth(self, rows: Indices, slot: Indices, blueprint: Indices) -> int:
         """Return the bytes of memory that further seeds (n,) would take, on the device where they take most."""

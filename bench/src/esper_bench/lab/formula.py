@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from esper.kasmina.lifecycle import Edits, doses, exported
+from esper.kasmina.stack.layout import HostTable
 from esper.leyline.config.tree import Config
 from esper.leyline.data.keys import Purpose, key
 from esper.leyline.lifecycle.actions import Blend, Ints
-from esper.leyline.lifecycle.stages import ADDED, Stage, among
 from esper.leyline.lifecycle.view import BlueprintInfo, Bools, Floats, Seeds, Space, choose, take
 from esper.leyline.text import counted
 from esper.tolaria.population import Figures, Indices, Keeper, ProbeRequest, TrainedFigures, row_environments
@@ -85,6 +84,8 @@ class FormulaPopulation:
             frozen=np.zeros(rows, bool),
             blends=np.arange(len(Blend)) == Blend.ADD,  # the formulas ignore the blend
         )
+        self.table = HostTable(rows, slots, ())
+        self.table.cost, self.table.reads = self.space.cost, np.zeros_like(self.space.cost)
         self._draw_for(instance, 0)
 
     @property
@@ -132,16 +133,6 @@ class FormulaPopulation:
     def tainted(self, rows: Indices, step: int) -> list[int]:
         """Return an empty list: there are no data."""
         return []
-
-    def added_params(self, seeds: Seeds, stages: frozenset[Stage] = ADDED) -> Indices:
-        """Return (R,) the parameters of the seeds in some stages."""
-        cost = np.array([*self.process.cost, 0])[seeds.blueprint]  # an empty slot has blueprint -1, which costs nothing
-        added: Indices = np.where(among(seeds.stage, stages), cost, 0).sum(1)
-        return added
-
-    def price(self, rows: Indices, slot: Indices, blueprint: Indices, blend: NDArray[np.integer[Any]]) -> Indices:
-        """Return (n,) the parameters that seeds would add."""
-        return np.array(self.process.cost)[blueprint]
 
     def growth(self, rows: Indices, slot: Indices, blueprint: Indices) -> int:
         """Return 0 bytes, because formulas need no memory."""

@@ -176,7 +176,7 @@ def _rise(sandbox: Sandbox, kind: int, seeds: Seeds) -> Floats:
     worths = []
     for step, held in ((0, dormant(*seeds.stage.shape)), (config.steps, seeds)):
         population = _of_one_kind(sandbox, kind, envs, step)
-        scores = Scores(*population.final(held), population.added_params(held, frozenset({Stage.FOSSILIZED})))
+        scores = Scores(*population.final(held), population.table.added_params(held, frozenset({Stage.FOSSILIZED})))
         worths.append(total(worth(scores, population.host_params, config.reward)))
     return worths[1] - worths[0]
 

@@ -111,6 +111,7 @@ class HostTable:
         self.taps: Indices = np.zeros((rows, slots, 4), np.int64)  # (E, S, 4) as in `Widths.taps`
         # (E, S, K) parameters that each blueprint would add
         self.cost: Indices = np.zeros((rows, slots, menu), np.int64)
+        self.absorbed: Indices = np.zeros(rows, np.int64)  # (E,) parameters of seeds that are units of layers by now
 
     def plant(self, rows: Sequence[int], module: nn.Module, widths: Widths, outputs: int) -> None:
         """Record the sizes of a host that is written into some rows."""
@@ -129,7 +130,7 @@ class HostTable:
     def added_params(self, seeds: Seeds, stages: frozenset[Stage] = ADDED) -> Indices:
         """Return (E,) the parameters of the seeds in the given stages; the gate counts for seeds that use it."""
         env, slot = np.nonzero(among(seeds.stage, stages))
-        added = np.zeros(len(seeds.stage), np.int64)
+        added = self.absorbed.copy()
         np.add.at(
             added, env, self.price(env, slot, seeds.blueprint[env, slot].astype(np.int64), seeds.blend[env, slot])
         )

@@ -499,7 +499,8 @@ class Growth:
         fossils = int((state.seeds.stage == Stage.FOSSILIZED).sum()) + population.absorbed_seeds
         kept = frozenset({Stage.FOSSILIZED})
         added, kept_params = (
-            int(population.added_params(state.seeds, each)[0]) for each in (kept if self.finished else ADDED, kept)
+            int(population.table.added_params(state.seeds, each)[0])
+            for each in (kept if self.finished else ADDED, kept)
         )
         loss, rent = float(state.scores.loss[0]), self.engine.config.reward
         # What is amiss in the loop, why nothing was planted, and after `finish` why seeds were neither kept nor pruned.
@@ -684,7 +685,7 @@ class Growth:
             "seeds": population.planted(),
             "absorbed": {
                 "seeds": population.absorbed_seeds,
-                "params": population.absorbed_params,
+                "params": int(population.table.absorbed[0]),
                 "sites": list(self.folded),
                 "tried": sorted(self._tried),
                 "shapes": {name: list(shape) for name, shape in self._resized().items()},
@@ -742,7 +743,7 @@ class Growth:
                     raise InputError(
                         f"the controller cannot load the saved state: {typed_line(error)}; give the controller that saved it"
                     ) from error
-        population.absorbed_seeds, population.absorbed_params = absorbed["seeds"], absorbed["params"]
+        population.absorbed_seeds, population.table.absorbed[0] = absorbed["seeds"], absorbed["params"]
         population.counts = counts
         self.folded, self._tried = list(absorbed["sites"]), set(absorbed["tried"])
         self._note_widths()

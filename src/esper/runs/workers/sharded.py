@@ -28,7 +28,6 @@ from esper.leyline.config.tree import Config
 from esper.leyline.data.batches import picked
 from esper.leyline.data.task import AnyTask, Split, with_steps
 from esper.leyline.errors import InputError
-from esper.leyline.lifecycle.stages import ADDED, Stage
 from esper.leyline.lifecycle.view import Bools, Floats, Seeds, choose, take
 from esper.leyline.protocols import Controller
 from esper.leyline.text import counted
@@ -157,8 +156,8 @@ class ShardedPopulation:
             found.append([config.model_copy(update=update), instance[own], len(of), own.start, derive])
         surveys = self.ask("make", found, kept=True)
         self.skipped = np.zeros(len(self._owner), np.int64)  # (R,) as in `StackedPopulation`
-        self._table = HostTable(len(self._owner), len(surveys[0]["shared"]["slots"]), stacked.menu_of(task, config))
-        self.host_params = self._table.host_params
+        self.table = HostTable(len(self._owner), len(surveys[0]["shared"]["slots"]), stacked.menu_of(task, config))
+        self.host_params = self.table.host_params
         self._surveyed(surveys)
 
     # What the engine asks for.
@@ -214,12 +213,6 @@ class ShardedPopulation:
         own = self._divided(rows)
         found = self.ask("tainted", [None if not len(of) else [self._place[rows[of]], step] for of in own])
         return [int(self.rows[at][row]) for at, part in enumerate(found) for row in part or ()]
-
-    def added_params(self, seeds: Seeds, stages: frozenset[Stage] = ADDED) -> Indices:
-        return self._table.added_params(seeds, stages)
-
-    def price(self, rows: Indices, slot: Indices, blueprint: Indices, blend: NDArray[np.integer[Any]]) -> Indices:
-        return self._table.price(rows, slot, blueprint, blend)
 
     def growth(self, rows: Indices, slot: Indices, blueprint: Indices) -> int:
         own = self._divided(rows)
@@ -363,7 +356,7 @@ class ShardedPopulation:
         return {"population": self._number, "name": name, "arguments": list(arguments), "kept": kept}
 
     def _surveyed(self, parts: Sequence[Tree]) -> None:
-        self._table.load_state(
+        self.table.load_state(
             {name: self._whole([part["table"][name] for part in parts]) for name in parts[0]["table"]}
         )
         shared, menu = parts[0]["shared"], stacked.menu_of(self.task, self.config)

@@ -37,11 +37,12 @@ from esper.kasmina.graft.stacks import (
 )
 from esper.kasmina.graft.widening import resized
 from esper.kasmina.lifecycle import Edits, dormant, doses
+from esper.kasmina.stack.layout import HostTable
 from esper.leyline.config.tree import GrowthConfig
 from esper.leyline.data.keys import Purpose, scalar
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Site
-from esper.leyline.lifecycle.stages import ADDED, LIVE, Stage, among
+from esper.leyline.lifecycle.stages import ADDED, LIVE, Stage
 from esper.leyline.lifecycle.streams import Stream
 from esper.leyline.lifecycle.view import MISSING, Bools, Seeds, choose
 from esper.tolaria.live.copies import Average, Twin
@@ -106,7 +107,7 @@ class LivePopulation:
         reshard(network)
         self.host_params = np.array([count(network)])
         self.fresh = [np.zeros(0, np.int64)]  # the loop's data are its own
-        self.absorbed_seeds = self.absorbed_params = 0  # seeds that are units of layers by now, and what they added
+        self.absorbed_seeds = 0  # seeds that are units of layers by now; `table` has what they added
         # Attributes of a person's modules that count units which narrow copies added to, before and now, by path and name.
         self.counts: dict[str, dict[str, tuple[int, int]]] = {}
         self.host = list(network.parameters())
@@ -142,13 +143,14 @@ class LivePopulation:
         self.resting = False  # whether seeds that incubate do not learn at present
         self._episode = 0
         self._seeds = dormant(1, len(self.sites))  # that the network follows
-        fits, cost = self.offers()
+        self.table = HostTable(1, len(self.sites), self.menu)
+        fits = self.offers()
         self.space = space_of(
             config,
             self.menu,
             (MISSING,) if config.probe.sensors_every else (),
             slots=tuple(site.name for site in self.sites),
-            cost=cost[None],
+            cost=np.where(fits, self.table.cost, 0),
             fits=fits,
             width=np.array([[site.stream.width for site in self.sites]]),
             number=np.zeros(1, np.int64),
@@ -234,21 +236,6 @@ class LivePopulation:
         """Return no row: the loop's data are its own."""
         return []
 
-    def added_params(self, seeds: Seeds, stages: frozenset[Stage] = ADDED) -> Indices:
-        """Return (1,) the parameters of the seeds in the given stages, each counted whole, the gate where it is used."""
-        rows, slots = np.nonzero(among(seeds.stage, stages))
-        price = self.price(rows, slots, seeds.blueprint[rows, slots].astype(np.int64), seeds.blend[rows, slots])
-        return np.array([self.absorbed_params + int(price.sum())])
-
-    def price(self, rows: Indices, slot: Indices, blueprint: Indices, blend: NDArray[np.integer[Any]]) -> Indices:
-        return np.array(
-            [
-                self.cost(s, k, Blend(b))
-                for s, k, b in zip(slot.tolist(), blueprint.tolist(), blend.tolist(), strict=True)
-            ],
-            np.int64,
-        )
-
     def limits(self, seeds: Seeds, slots: Indices) -> tuple[float, float] | None:
         """Return between what the rise of the loss is undecided where the one seed in `slots` acts otherwise: its gate, its rent.
 
@@ -257,8 +244,9 @@ class LivePopulation:
         if len(slots) != 1:
             return None
         slot, host = int(slots[0]), int(self.host_params[0])
-        own = self.cost(slot, int(seeds.blueprint[0, slot]), Blend(int(seeds.blend[0, slot])))
-        added = int(self.added_params(seeds)[0]) + (0 if seeds.stage[0, slot] in ADDED else own)
+        one = [each[0, slots] for each in (seeds.blueprint, seeds.blend)]
+        own = int(self.table.price(np.zeros_like(slots), slots, *one)[0])
+        added = int(self.table.added_params(seeds)[0]) + (0 if seeds.stage[0, slot] in ADDED else own)
         whole, rent = max(host, self.space.rent_size) + added, self.space.rent
         price = rent * float(np.log(whole / max(whole - own, 1)))
         # The loss falls with a seed that incubates, and rises without one that acts.
@@ -270,7 +258,7 @@ class LivePopulation:
     def growth(self, rows: Indices, slot: Indices, blueprint: Indices) -> int:
         """Return the bytes that further seeds (n,) take with their gradients and two moments."""
         size = next((parameter.element_size() for parameter in self.host), 4)
-        return 4 * size * int(self.price(slot, slot, blueprint, np.full(len(slot), Blend.ADD)).sum())
+        return 4 * size * int(self.table.cost[rows, slot, blueprint].sum())
 
     def keeper(self, seeds: Seeds) -> Keeper:
         return _Kept(self, seeds)
@@ -316,29 +304,25 @@ class LivePopulation:
             for network, own in zip(self.networks, (bank, *copies), strict=True):
                 plant(network, site.name, own)
 
-    def cost(self, slot: int, blueprint: int, blend: Blend = Blend.ADD) -> int:
-        """Return the parameters of a seed."""
-        reads = self.readings[slot].widths[self.menu[blueprint].tap]
-        gate = reads + 1 if blend == Blend.GATE else 0
-        if copies := self.menu[blueprint].copies:
-            site = self.sites[slot]
-            block = self.network.get_submodule(site.after)
-            if copies == "beside":
-                return self.units[site.name].cost(block) + gate
-            return sum(parameter.numel() for parameter in own_parameters(block).values()) + gate
-        return self.menu[blueprint].parameters(reads, self.sites[slot].stream.width) + gate
-
-    def offers(self) -> tuple[Bools, NDArray[np.int64]]:
-        """Return (S, K) which blueprints can be planted at which sites, and their parameters, 0 where they cannot."""
+    def offers(self) -> Bools:
+        """Return (S, K) which blueprints can be planted at which sites, and note in the table what they read and add there."""
         fits = np.zeros((len(self.sites), len(self.menu)), bool)
-        cost = np.zeros(fits.shape, np.int64)
         for slot, (site, reading) in enumerate(zip(self.sites, self.readings, strict=True)):
+            block = self.network.get_submodule(site.after)
             for k, entry in enumerate(self.menu):
                 copied: Mapping[str, Any] = self.blocks if entry.copies == "behind" else self.units
                 possible = (reading.again or not entry.again) and (site.name in copied or not entry.copies)
-                if possible and reading.widths[entry.tap] > 0 and entry.fits(site.stream.kind, causal=site.causal):
-                    fits[slot, k], cost[slot, k] = True, self.cost(slot, k)
-        return fits, cost
+                reads = reading.widths[entry.tap]
+                if not (possible and reads > 0 and entry.fits(site.stream.kind, causal=site.causal)):
+                    continue
+                if entry.copies == "beside":
+                    cost = self.units[site.name].cost(block)
+                elif entry.copies:
+                    cost = sum(parameter.numel() for parameter in own_parameters(block).values())
+                else:
+                    cost = entry.parameters(reads, site.stream.width)
+                fits[slot, k], self.table.reads[0, slot, k], self.table.cost[0, slot, k] = True, reads, cost
+        return fits
 
     def planted(self) -> dict[str, list[Any]]:
         """Return by site, in the order of the optimizer's groups, the blueprint, blend, function and units of the seed."""
@@ -604,7 +588,7 @@ class LivePopulation:
         self.free(site.name)
         self.twins = dict.fromkeys(self.twins)
         self.absorbed_seeds += 1
-        self.absorbed_params += count(self.network) - before + seed
+        self.table.absorbed += count(self.network) - before + seed
         self.resurvey()
         return True
 
@@ -620,10 +604,10 @@ class LivePopulation:
         self.host = [p for name, p in self.network.named_parameters() if not self.holds(name)]
         if any(entry.copies == "beside" for entry in self.menu):
             self.units, _ = find_units(self.network, self.sites, self.probe_batches.first)
-        fits, cost = self.offers()
-        affordable = cost <= (self.config.governor.param_limit or np.inf) * self.host_params[0]
+        fits, cost = self.offers(), self.table.cost
+        affordable = cost[0] <= (self.config.governor.param_limit or np.inf) * self.host_params[0]
         width = np.array([[site.stream.width for site in self.sites]])
-        self.space = self.space._replace(fits=fits & affordable, cost=cost[None], width=width)
+        self.space = self.space._replace(fits=fits & affordable, cost=np.where(fits, cost, 0), width=width)
 
     @contextmanager
     def widths_of(

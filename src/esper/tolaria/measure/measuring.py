@@ -93,8 +93,8 @@ def measure(
         gradient &= (np.isfinite(seed_norm) | ~training.seed_trained).all(1)
         if training.skipped is not None and host_norm is not None:  # nan says that no update was made
             gradient |= np.isnan(host_norm)
-    scores = Scores(figures.metric, figures.loss, population.added_params(seeds))
-    kept = population.added_params(seeds, frozenset({Stage.FOSSILIZED}))
+    scores = Scores(figures.metric, figures.loss, population.table.added_params(seeds))
+    kept = population.table.added_params(seeds, frozenset({Stage.FOSSILIZED}))
     exported = None
     if terminal:
         branch, env = wanted.exported()

@@ -42,7 +42,7 @@ from esper.leyline.data.task import (
 )
 from esper.leyline.errors import DataFault, InputError
 from esper.leyline.lifecycle.slots import Tap
-from esper.leyline.lifecycle.stages import ADDED, Stage
+from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Floats, Seeds
 from esper.leyline.text import counted
 from esper.tolaria.measure.bounds import bounds
@@ -377,12 +377,6 @@ class StackedPopulation:
             )
         return [row for row, _ in found]
 
-    def added_params(self, seeds: Seeds, stages: frozenset[Stage] = ADDED) -> Indices:
-        return self.body.table.added_params(seeds, stages)
-
-    def price(self, rows: Indices, slot: Indices, blueprint: Indices, blend: NDArray[np.integer[Any]]) -> Indices:
-        return self.body.table.price(rows, slot, blueprint, blend)
-
     def growth(self, rows: Indices, slot: Indices, blueprint: Indices) -> int:
         return self.body.growth(slot, blueprint)
 
@@ -476,7 +470,8 @@ class StackedPopulation:
         self.body = body_of(self.task, self.config, rows, few, self.device, widenings)
         self.scaler = GradScaler(self.body.host) if self._products == torch.float16 else None
         self.passes = Passes(self.body, self._loss, self.config, self._products)
-        self.host_params = self.body.table.host_params
+        self.table = self.body.table
+        self.host_params = self.table.host_params
 
     def _begin_with(self, widened: int) -> None:
         """Take a body for hosts that were widened so many times; what is held of the rows is dropped."""
@@ -492,9 +487,9 @@ class StackedPopulation:
             config,
             body.layout.menu,
             slots=slots,
-            cost=body.table.cost.copy(),
+            cost=self.table.cost.copy(),
             fits=body.layout.fits & selected(slots, config)[:, None],
-            width=body.table.taps[..., HERE].copy(),
+            width=self.table.taps[..., HERE].copy(),
             number=config.first_instance + self.environment,
             instance=self.data.instance,
             floor=bounds[:, 0],
