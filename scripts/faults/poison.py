@@ -107,7 +107,7 @@ def fingerprints(engine: VectorizedEngine) -> list[str]:
                 if row < engine.rows:
                     digests[row].update(column[place].tobytes() + stack.steps[place].tobytes())
     estimates = [field for name, field in state.measurements._asdict().items() if name != "sensor_age"]
-    records = [*state.seeds, *state.scores, *state.masks]
+    records = [*state.seeds, *state.scores, *engine.masks]
     arrays = [*records, *(a for field in estimates for a in (field if isinstance(field, tuple) else (field,)))]
     for array in arrays:
         for row, digest in enumerate(digests):

@@ -182,7 +182,7 @@ def test_unfinished_seeds_are_left_out_of_what_the_sandbox_exports():
 
 def brute_force(sandbox: Sandbox) -> np.ndarray:
     """Find the best returns (E,) from the sandbox's state on, by trying every sequence of valid decisions in all environments."""
-    envs, masks = sandbox.config.envs, sandbox.state.masks
+    envs, masks = sandbox.config.envs, sandbox.masks
     if sandbox.over:
         return np.zeros(envs)
     before = sandbox.snapshot()

@@ -23,7 +23,7 @@ from esper.leyline.data.task import AnyTask, Split, with_steps
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Actions, Op, checked_actions
 from esper.leyline.lifecycle.gates import judge
-from esper.leyline.lifecycle.masks import barred
+from esper.leyline.lifecycle.masks import barred, without_blueprints
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage
 from esper.leyline.lifecycle.verdicts import Refusal, Vital
 from esper.leyline.lifecycle.view import (
@@ -133,7 +133,6 @@ class ParallelEnvState:
     measurements: Measurements  # of the last step
     coalitions: CoalitionValues | None  # of the last step at which attribution was due
     scores: Scores  # (rows,) of the last step
-    masks: Masks  # (rows, ...) for the next decision
     episode: int
     step: int  # steps taken in the episode
     compute: Compute  # (rows,) beyond that of the hosts in the steps of the episode
@@ -171,6 +170,7 @@ class Engine(Generic[P]):
 
     trial: Callable[[Proposed], Floats] | None = None  # tries candidates in copies of rows, if they can be copied
     sensing = True  # whether growth sensors are measured where they are due; a controller may need none any more
+    planting = True  # whether seeds may be planted
 
     def __init__(self, population: P, config: Config) -> None:
         self.population, self.config = population, config
@@ -178,9 +178,7 @@ class Engine(Generic[P]):
         self.device = population.device
         self.timer = PhaseTimer(self.device, population.label)
         self._env = population.environment
-        space = population.space
-        self.space = _of_environments(self.population.space, self.config.envs)
-        self.state = self._fresh(space.instance, -1)
+        self.state = self._fresh(population.space.instance, -1)
         seeds = self.state.seeds
         self.governor = Governor(population.keeper(seeds), self.rows, config)
         early = config.early_stopping.enabled
@@ -189,6 +187,21 @@ class Engine(Generic[P]):
         self.seed_history = SeedHistory()
         self.trace: Trace | None = None  # of the last step
         self.parameter_norms = False
+
+    @property
+    def space(self) -> Space:
+        """The space of the environments alone, which come before their twins."""
+        of_rows = ("cost", "width", "number", "instance", "floor", "ceiling", "frozen")
+        space = self.population.space
+        return space._replace(**{name: getattr(space, name)[: self.config.envs] for name in of_rows})
+
+    @property
+    def masks(self) -> Masks:
+        """What is legal in every row now, (rows, ...)."""
+        state, config, space = self.state, self.config, self.population.space
+        gates = judge(state.seeds, state.measurements, config.gates, space)
+        masks = legal(state.seeds, gates, space, config.lifecycle)
+        return masks if self.planting else without_blueprints(masks, np.ones_like(masks.blueprint))
 
     def reset(
         self, instance: NDArray[np.int64] | None = None, episode: int | None = None, planted: Seeds | None = None
@@ -205,7 +218,6 @@ class Engine(Generic[P]):
         self.sensing = True
         self.seed_history = SeedHistory()
         population.begin(state.instance, state.episode)
-        self.space = _of_environments(self.population.space, self.config.envs)
         if planted is not None:
             after = copied(state.seeds)  # the slots of twins and of a ghost stay empty
             for name in Seeds._fields:
@@ -232,7 +244,6 @@ class Engine(Generic[P]):
             measurements=measurements,
             coalitions=None,
             scores=Scores(measurements.metric, measurements.loss, np.zeros(rows, np.int64)),
-            masks=self._legal(seeds, measurements),
             episode=episode,
             step=0,
             compute=Compute.none(rows),
@@ -257,10 +268,7 @@ class Engine(Generic[P]):
         }
 
     def restore(self, tree: Mapping[str, Any]) -> View:
-        """Restore a snapshot of an engine of the same task and config. Raises ValueError if it came from another one.
-
-        The masks are computed from the rest.
-        """
+        """Restore a snapshot of an engine of the same task and config. Raises ValueError if it came from another one."""
         state = self.state
         state.contributions = Contributions.none(*state.seeds.stage.shape)
         names = ("seeds", "measurements", "scores", "instance", "contributions")
@@ -269,14 +277,12 @@ class Engine(Generic[P]):
             setattr(state, name, value)
         state.episode, state.step, state.compute = tree["episode"], tree["step"], Compute(**tree["compute"])
         self.population.load(tree, state.instance, state.episode)
-        self.space = _of_environments(self.population.space, self.config.envs)
         state.pending = state.trial = None
         if "opened" in tree:
             waiting, none = Actions.wait(self.config.envs), np.zeros(self.config.envs, np.int8)
             known = PendingStep(waiting, none, state.scores, state.seeds)
             state.pending = from_tree(known, tree["opened"], "opened")
         state.coalitions = None if tree["coalitions"] is None else CoalitionValues(**tree["coalitions"])
-        state.masks = self._legal(state.seeds, state.measurements)
         self.governor.load_state(tree["governor"], state.seeds)
         if self.stopping is not None:
             self.stopping.load_state(tree["early_stopping"], state.seeds)
@@ -299,15 +305,13 @@ class Engine(Generic[P]):
             every = Actions(*(np.concatenate([head, rest]) for head in actions))
             if (every.op == Op.WAIT).all():  # always legal, and nothing changes
                 return np.full(config.envs, Refusal.NONE, np.int8)
-            refused = preflight(
-                self.population, state.seeds, every, state.masks, config.lifecycle.max_seeds, config.governor
-            )
+            masks, most = self.masks, config.lifecycle.max_seeds
+            refused = preflight(self.population, state.seeds, every, masks, most, config.governor)
             self.governor.count(refused)
-            masks = barred(state.masks, Op.GERMINATE, refused != Refusal.NONE)
+            masks = barred(masks, Op.GERMINATE, refused != Refusal.NONE)
             after, changes, _ = apply(state.seeds, every, masks, self.population.space, config.lifecycle)
             self.population.edit(changes, after, state.step)
             state.seeds = after
-            state.masks = self._legal(after, state.measurements)
         refused = refused[: config.envs]
         self.seed_history.note(actions, refused == Refusal.NONE, before, state.measurements, config.gates, reasons)
         return refused
@@ -413,13 +417,11 @@ class Engine(Generic[P]):
     def vacate(self, row: int, slots: Sequence[int]) -> None:
         """Empty slots whose seeds have become part of the host, and keep the network as it is now to roll back to."""
         state, population = self.state, self.population
-        self.space = _of_environments(population.space, self.config.envs)
         gone = np.zeros(state.seeds.stage.shape, bool)
         gone[row, list(slots)] = True
         state.seeds = emptied(state.seeds, gone)
         population.edit(edits(state.seeds, state.seeds), state.seeds, state.step)
         state.scores = state.scores._replace(added_params=population.table.added_params(state.seeds))
-        state.masks = self._legal(state.seeds, state.measurements)
         if self.config.governor.enabled:
             self.governor.keeper.take(state.seeds, np.arange(len(state.seeds.stage)) == row, state.step)
 
@@ -433,7 +435,7 @@ class Engine(Generic[P]):
                 step=state.step,
                 steps=self.config.steps,
                 seeds=take(state.seeds, envs),
-                masks=take(state.masks, envs),
+                masks=take(self.masks, envs),
                 measurements=take(state.measurements, envs),
                 coalitions=state.coalitions,
                 host_params=self.population.host_params[envs].copy(),
@@ -525,23 +527,12 @@ class Engine(Generic[P]):
         state.measurements, state.scores = measured.measurements, measured.scores
         if measured.coalitions is not None:
             state.coalitions = measured.coalitions
-        state.masks = self._legal(state.seeds, state.measurements)
-
-    def _legal(self, seeds: Seeds, measurements: Measurements) -> Masks:
-        space = self.population.space
-        return legal(seeds, judge(seeds, measurements, self.config.gates, space), space, self.config.lifecycle)
 
 
 def _validation_score(engine: Engine[P], measured: StepMeasurements) -> Floats:
     """Return (rows,) the validation scores that early stopping compares: the metric, or J, of the networks as exported."""
     assert measured.validation is not None, "early stopping asks for validation scores"
     return selection_score(measured.validation, engine.population.host_params, engine.config)
-
-
-def _of_environments(space: Space, envs: int) -> Space:
-    """Return the space of the environments alone, which come before their twins."""
-    of_rows = ("cost", "width", "number", "instance", "floor", "ceiling", "frozen")
-    return space._replace(**{name: getattr(space, name)[:envs] for name in of_rows})
 
 
 class TaskEngine(Engine[D]):
@@ -567,7 +558,6 @@ class TaskEngine(Engine[D]):
     def _widen(self) -> HiddenWidening:
         population, state = self.population, self.state
         population.widen(state.seeds, state.step)
-        self.space = _of_environments(population.space, self.config.envs)
         return population.widenings[population.widened - 1]
 
     def evaluate(self, split: Split | Sequence[Split]) -> tuple[Floats, Floats]:
@@ -637,11 +627,9 @@ class VectorizedEngine(TaskEngine[StackedPopulation]):
         tree = self.population.snapshot()
         population.load({**tree, "body": picked_body(tree["body"], rows)}, origin.instance[rows], origin.episode)
         population.arrange(take(origin.seeds, rows))
-        made.space = _of_environments(population.space, config.envs)
         state.episode, state.step, state.compute = origin.episode, origin.step, Compute.none(len(rows))
         for name in ("seeds", "measurements", "scores", "contributions"):
             setattr(state, name, take(getattr(origin, name), rows))
-        state.masks = made._legal(state.seeds, state.measurements)
         if self.config.governor.enabled:
             made.governor.history = take(self.governor.history, rows)
             made.governor.keeper.take(state.seeds, np.ones(len(rows), bool), origin.step)

@@ -28,7 +28,6 @@ from esper.leyline.data.duplicates import Overlap
 from esper.leyline.data.objective import objective
 from esper.leyline.errors import GrowthWarning, InputError, typed_line, warn
 from esper.leyline.lifecycle.actions import Op
-from esper.leyline.lifecycle.masks import without_blueprints
 from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.stages import ADDED, SETTLED, Stage, among
 from esper.leyline.lifecycle.streams import Kind
@@ -788,13 +787,13 @@ class Growth:
     def _decide(self, view: View) -> None:
         """Ask the controller, and carry out what it decides. Stop where it changed nothing, and nothing can happen any more."""
         ranks, overspent = self.population.ranks, self._overspent()
+        self.engine.planting = not overspent
         if overspent:
-            state = self.engine.state
-            state.masks = without_blueprints(state.masks, np.ones_like(state.masks.blueprint))  # nothing is planted
             view = self.engine.view()
         with self.engine.timer.timed("decide"):
             decision = ranks.from_first(decide(self.controller, view) if ranks.first else None)
         refused = self.engine.apply(decision.actions, decision.reasons)
+        self.engine.planting = True
         self.attempts.count(view, decision.actions, refused)
         changed = (decision.actions.op[0] != Op.WAIT) and refused[0] == Refusal.NONE  # listed when it was measured
         why = "" if changed else self._nothing_left(view)
