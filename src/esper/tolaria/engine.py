@@ -186,6 +186,7 @@ class Engine(Generic[P]):
         self.certifier = Certifier(population, config) if config.gates.certify is not None else None
         self.seed_history = SeedHistory()
         self.trace: Trace | None = None  # of the last step
+        self.further: list[tuple[Actions, Verdicts]] = []  # decisions of that step behind its first, and what became of them
         self.parameter_norms = False
 
     @property
@@ -326,9 +327,11 @@ class Engine(Generic[P]):
         this step, measured after it acted; its actions are the first ones. Raises InputError if a field of the
         decision is not an array of E whole numbers.
         """
-        refused = self.apply(actions, reasons)
+        refused, self.further = self.apply(actions, reasons), []
         while further is not None and (more := further(self.view(), refused)) is not None:
-            refused = self.carry_out(*more)
+            again = checked_actions(more[0], self.config.envs)
+            refused = self.carry_out(again, more[1])
+            self.further.append((again, refused))
         waits = self.population.waits
         waited = 0.0 if waits is None else waits.seconds
         with self.timer.phase("train"):

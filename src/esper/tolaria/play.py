@@ -90,22 +90,6 @@ def decide(client: Controller, view: View, trial: Callable[[Proposed], NDArray[n
     return Decision(actions, client.reasons(), client.judgement(), sensors)
 
 
-def _further(client: Controller, decided: list[tuple[Actions, NDArray[np.int8]]]) -> Further:
-    """Ask a controller for the further decisions of a step, with its reasons. They are added to `decided` with their verdicts."""
-    asked: list[Actions] = []
-
-    def ask(view: View, refused: NDArray[np.int8]) -> tuple[Actions, Sequence[str | None] | None] | None:
-        if asked:
-            decided.append((asked.pop(), refused))
-        more = client.further(view, refused)
-        if more is None:
-            return None
-        asked.append(checked_actions(more, len(view.host_params)))
-        return asked[0], client.reasons()
-
-    return ask
-
-
 def play(
     engine: "Engine[Any]", client: Controller, *observers: Observer, first: Decision | None = None
 ) -> Outcome | None:
@@ -114,6 +98,11 @@ def play(
     `first` is the first decision, if it was made already. Returns the last outcome, or None if no step was taken. The
     controller's `update` is not called.
     """
+
+    def further(view: View, refused: NDArray[np.int8]) -> tuple[Actions, Sequence[str | None] | None] | None:
+        more = client.further(view, refused)
+        return None if more is None else (more, client.reasons())
+
     view, outcome = engine.view(), None
     while not engine.over and all(observer.going(view) for observer in observers):
         begin = time.perf_counter()
@@ -127,9 +116,8 @@ def play(
                 raise
         engine.sensing = client.sensing()
         decided = time.perf_counter()
-        more: list[tuple[Actions, NDArray[np.int8]]] = []
         try:
-            after, outcome = engine.step(decision.actions, decision.reasons, _further(client, more))
+            after, outcome = engine.step(decision.actions, decision.reasons, further)
         except Exception:  # of the data, the loss or the metric of the user, which is raised again below
             for observer in observers:
                 observer.broken()
@@ -137,7 +125,7 @@ def play(
         told = time.perf_counter()
         client.store(outcome)
         end = time.perf_counter()
-        step = Step(view, outcome, after, end - begin, decided - begin + end - told, decision, more)
+        step = Step(view, outcome, after, end - begin, decided - begin + end - told, decision, engine.further)
         for observer in observers:
             observer.stepped(step)
         view = after
