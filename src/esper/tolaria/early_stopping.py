@@ -25,12 +25,8 @@ UNDER_WAY = IN_BUDGET - {Stage.FOSSILIZED}
 class EarlyStopping:
     """Keeps the best state of every row for the end of the episode."""
 
-    def __init__(self, keeper: Keeper, real: int, environment: NDArray[np.int64], config: Config) -> None:
-        """Start without a best state.
-
-        real: number of rows that `over` waits for, from the first; the padding rows after them are not waited for.
-        environment (E,): the environment of each row, which is also the row that its twin and its padding stop with.
-        """
+    def __init__(self, keeper: Keeper, environment: NDArray[np.int64], config: Config) -> None:
+        """Start without a best state. environment (E,): of each row; its twin and its padding stop with it."""
         self.patience, self.embargo = config.early_stopping.patience, config.lifecycle.embargo
         self.keeper, rows = keeper, len(keeper.step)
         self.score = np.full(rows, -np.inf)  # (E,) best validation score so far; -inf where none was finite
@@ -38,7 +34,7 @@ class EarlyStopping:
         self.stopped = np.full(rows, -1, np.int64)  # (E,) steps after which the row stopped; -1 if it has not stopped
         # (E,) steps after which each row stops, whatever its scores; None stops rows by their patience
         self.until: NDArray[np.int64] | None = None
-        self._real, self._environment = real, environment
+        self._environment = environment
 
     @property
     def best_step(self) -> NDArray[np.int64]:
@@ -47,7 +43,7 @@ class EarlyStopping:
 
     @property
     def over(self) -> bool:
-        return bool((self.stopped[: self._real] >= 0).all())
+        return bool((self.stopped >= 0).all())
 
     def begin(self, seeds: Seeds, score: Floats) -> None:
         """Begin an episode. score: (E,) validation scores of the fresh hosts."""

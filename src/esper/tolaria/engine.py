@@ -182,7 +182,7 @@ class Engine(Generic[P]):
         seeds = self.state.seeds
         self.governor = Governor(population.keeper(seeds), self.rows, config)
         early = config.early_stopping.enabled
-        self.stopping = EarlyStopping(population.keeper(seeds), self.rows, self._env, config) if early else None
+        self.stopping = EarlyStopping(population.keeper(seeds), self._env, config) if early else None
         self.certifier = Certifier(population, config) if config.gates.certify is not None else None
         self.seed_history = SeedHistory()
         self.trace: Trace | None = None  # of the last step
