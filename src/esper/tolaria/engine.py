@@ -553,11 +553,6 @@ class TaskEngine(Engine[D]):
     def remembered(self, snapshot: dict[str, Any]) -> None:
         """Put what other processes kept of the rows into a snapshot that was made within `remembering`."""
 
-    def restore(self, tree: Mapping[str, Any]) -> View:
-        view = super().restore(tree)
-        self.population.arrange(self.state.seeds)  # what came from several processes is in their order
-        return view
-
     def _widen(self) -> HiddenWidening:
         population, state = self.population, self.state
         population.widen(state.seeds, state.step)
@@ -628,8 +623,8 @@ class VectorizedEngine(TaskEngine[StackedPopulation]):
         population, state = made.population, made.state
         rows = env[population.environment]
         tree = self.population.snapshot()
-        population.load({**tree, "body": picked_body(tree["body"], rows)}, origin.instance[rows], origin.episode)
-        population.arrange(take(origin.seeds, rows))
+        of_rows = {"body": picked_body(tree["body"], rows), "seeds": take(origin.seeds, rows)._asdict()}
+        population.load({**tree, **of_rows}, origin.instance[rows], origin.episode)
         state.episode, state.step, state.compute = origin.episode, origin.step, Compute.none(len(rows))
         for name in ("seeds", "measurements", "scores", "contributions"):
             setattr(state, name, take(getattr(origin, name), rows))

@@ -143,7 +143,7 @@ class Population(Protocol):
         """Return everything that the next step depends on, as a tree of arrays that share memory with the population."""
 
     def load(self, tree: Mapping[str, Any], instance: Indices, episode: int) -> None:
-        """Restore what `snapshot` returned. Raises ValueError if it came from another population."""
+        """Restore what `snapshot` returned, beside which the tree has the `seeds`. ValueError if it came from another one."""
 
 
 class TaskPopulation(Population, Protocol):
@@ -162,9 +162,6 @@ class TaskPopulation(Population, Protocol):
     @property
     def overflowed(self) -> Indices | None:
         """(R,) updates of this episode that overflowed in float16 and were skipped; None where products have another type."""
-
-    def arrange(self, seeds: Seeds) -> None:
-        """Sort what is held of seeds (R, S), after `load`, by their stages."""
 
     def validation_splits(self) -> list[Split]:
         """Return the validation split of every environment's instance."""

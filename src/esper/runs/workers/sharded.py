@@ -223,9 +223,6 @@ class ShardedPopulation:
         of_device = [sum(needed or 0 for needed in found[at :: len(devices)]) for at in range(len(devices))]
         return sum(of_device) if self.device.type == "cpu" else max(of_device)
 
-    def arrange(self, seeds: Seeds) -> None:
-        self.tell("arrange", [[part] for part in self.parts_of(seeds)])
-
     @property
     def fresh(self) -> Sequence[Indices]:
         return self._fresh
@@ -282,7 +279,8 @@ class ShardedPopulation:
         arguments = []
         for rows in self.rows:
             skipped = {"skipped": tree["skipped"][rows]} if "skipped" in tree else {}
-            part = {**tree, "body": picked_body(tree["body"], rows), **skipped}
+            seeds = take(Seeds(**tree["seeds"]), rows)._asdict()
+            part = {**tree, "body": picked_body(tree["body"], rows), "seeds": seeds, **skipped}
             arguments.append([part, instance[rows], episode])
         self.skipped, self.widened = tree.get("skipped", self.skipped), tree.get("widened", 0)
         self._surveyed(self.ask("load", arguments, kept=True))
@@ -531,7 +529,8 @@ class Shard:
     def load(self, tree: Tree, instance: Indices, episode: int) -> Tree:
         skipped = {"skipped": tree["skipped"][self._every]} if "skipped" in tree else {}
         body = picked_body(tree["body"], self._every, self._rows)
-        self._population.load({**tree, "body": body, **skipped}, instance[self._every], episode)
+        seeds = self._seeds(Seeds(**tree["seeds"]))._asdict()
+        self._population.load({**tree, "body": body, "seeds": seeds, **skipped}, instance[self._every], episode)
         return self.survey()
 
     def remember(self, step: int) -> None:

@@ -396,6 +396,7 @@ class StackedPopulation:
         if (widened := tree.get("widened", 0)) != self.widened:
             self._begin_with(widened)
         self.body.load_state(tree["body"])
+        self.body.arrange(Seeds(**tree["seeds"]))  # what came from several processes is in their order
         self._episode, self._trained = episode, None
         self.feed.reset(episode)
         self.feed.batch = tree["batch"]
@@ -416,9 +417,6 @@ class StackedPopulation:
     @property
     def waits(self) -> Waits | None:
         return None if self.feed.reader is None else self.feed.reader.waits
-
-    def arrange(self, seeds: Seeds) -> None:
-        self.body.arrange(seeds)
 
     def close(self) -> None:
         self.feed.close()
