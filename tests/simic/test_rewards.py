@@ -16,13 +16,11 @@ from esper.leyline.lifecycle.verdicts import Refusal
 from esper.leyline.lifecycle.view import Estimate, Outcome, Scores
 from esper.leyline.protocols import Reward
 from esper.simic.rewards import (
-    Account,
     Delta,
     Escrow,
     Sparse,
     StatefulReward,
     delta,
-    escrow_step,
     get_reward,
     make_reward,
     objective,
@@ -362,12 +360,11 @@ T, G, N, B, H, F, D = (
 def accounts(stages, contributions, path):
     """Return the last account and the pay of stages (steps, E, S), contributions likewise, and worths (steps + 1, E)."""
     stages, contributions, path = np.array(stages, np.int8), np.array(contributions, float), np.array(path, float)
-    account, pays = Account.empty(*stages.shape[1:]), []
+    reward, pays = Escrow(RewardConfig(name="escrow")), []
     for t, stage in enumerate(stages):
         terminal = t == len(stages) - 1
-        account, pay = escrow_step(account, stage, contributions[t], path[t], path[t + 1], terminal=terminal)
-        pays.append(pay)
-    return account, np.stack(pays)
+        pays.append(reward.pay(stage, contributions[t], path[t], path[t + 1], terminal=terminal))
+    return reward.state(), np.stack(pays)
 
 
 def one_seed(stages, contributions, path):
@@ -439,8 +436,8 @@ stage_paths = st.integers(1, 12).flatmap(
 @settings(deadline=None)
 def test_every_account_is_closed_at_the_end(drawn):
     account, _ = accounts(*drawn)
-    assert not account.credit.any()
-    assert np.isnan(account.entry).all()
+    assert not account["credit"].any()
+    assert np.isnan(account["entry"]).all()
 
 
 @given(stage_paths)

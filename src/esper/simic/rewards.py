@@ -15,7 +15,7 @@ not measured.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,53 +108,6 @@ def total(components: Mapping[str, Floats]) -> Floats:
     return np.sum(list(components.values()), axis=0)
 
 
-class Account(NamedTuple):
-    """Holds the escrow accounts. A seed has an account from its germination until it is kept or removed."""
-
-    credit: Floats  # (E, S) last measured contribution of the seed; 0 where none was measured or no account is open
-    entry: Floats  # (E, S) worth before the seed germinated; nan where no account is open
-    paid_up: Floats  # (E,) worth up to which increases were paid for; the worth at the start before the first payment
-
-    @classmethod
-    def empty(cls, envs: int, slots: int) -> "Account":
-        """Return the accounts before the first step."""
-        return cls(np.zeros((envs, slots)), np.full((envs, slots), np.nan), np.full(envs, np.nan))
-
-
-def escrow_step(
-    account: Account, stage: NDArray[np.int8], contribution: Floats, before: Floats, after: Floats, *, terminal: bool
-) -> tuple[Account, Floats]:
-    """Credit live seeds, pay the credit of kept seeds, and let the credit of removed seeds expire.
-
-        pay = min(credit, max(J_after - max(J_entry, paid_up), 0)),   then paid_up = max(J_entry, paid_up) + pay
-
-    stage (E, S) and contribution (E, S) are those after the step; before and after (E,) are the worth J. The contribution of a
-    kept seed is not measured, so its credit is its last contribution on trial. A live seed that was not measured keeps its
-    credit. A negative credit is paid in full, so keeping a harmful seed costs. At the end of the episode all credit expires.
-
-    Every increase of J is paid for once: the sum of positive payments is at most max_t J_t - J_0. Without this bound, seeds
-    that are planted together would all be paid for the same increase, and so would the repair of an earlier decrease.
-
-    Returns the accounts after the step, and what it pays to the controller, (E, S).
-    """
-    assert stage.shape == contribution.shape == account.credit.shape, (stage.shape, contribution.shape)
-    kept, present = stage == Stage.FOSSILIZED, among(stage, IN_BUDGET)
-    was_open = ~np.isnan(account.entry)
-    entry = np.where(~was_open & present & ~kept, before[:, None], account.entry)
-    paid_up = np.where(np.isnan(account.paid_up), before, account.paid_up)
-    credit = np.where(among(stage, LIVE) & ~np.isnan(contribution), contribution, account.credit)
-
-    paid = np.zeros_like(credit)
-    for slot in range(stage.shape[1]):  # in sequence, because a payment raises paid_up for the next slot
-        base = np.maximum(entry[:, slot], paid_up)
-        pay = np.minimum(credit[:, slot], np.maximum(after - base, 0.0))
-        paid[:, slot] = np.where(was_open[:, slot] & kept[:, slot], pay, 0.0)
-        paid_up = np.where(paid[:, slot] > 0, base + paid[:, slot], paid_up)
-
-    closed = kept | ~present | terminal
-    return Account(np.where(closed, 0.0, credit), np.where(closed, np.nan, entry), paid_up), paid
-
-
 @runtime_checkable
 class StatefulReward(Reward, Protocol):
     """Rewards by earlier steps too. Step 0 of an episode resets it."""
@@ -179,77 +132,110 @@ class Delta:
         return delta(outcome, self.config)
 
 
-class Sparse:
-    """Pays sparse_reward_scale * (J_T - J_0) at the end of a sequence, and 0 before it, where J_0 is the worth at its start.
-
-    A sequence ends with the episode or with a rollback. After a rollback J_T is the worth of the restored network, and the J_0
-    of the next sequence. Fees are charged at every step and are not scaled.
-    """
+class _Remembering:
+    """Keeps arrays (E, ...) of a sequence by name, none before its first step."""
 
     def __init__(self, config: RewardConfig) -> None:
         self.config = config
-        self._rise: Components = {}  # J now - J_0, by component
+        self._kept: Components = {}
+
+    def state(self) -> dict[str, NDArray[np.float64]]:
+        return {name: array.copy() for name, array in self._kept.items()}
+
+    def load_state(self, state: Mapping[str, NDArray[np.float64]]) -> None:
+        self._kept = {name: array.copy() for name, array in state.items()}
+
+
+class Sparse(_Remembering):
+    """Pays sparse_reward_scale * (J_T - J_0) at the end of a sequence, and 0 before it, where J_0 is the worth at its start.
+
+    A sequence ends with the episode or with a rollback. After a rollback J_T is the worth of the restored network, and the J_0
+    of the next sequence. Fees are charged at every step and are not scaled. Kept is J now - J_0, by component.
+    """
 
     def __call__(self, outcome: Outcome) -> Components:
         step = delta(outcome, self.config)
         charged = step.pop("fees")
-        if outcome.step == 0 or not self._rise:
-            self._rise = {name: np.zeros_like(rise) for name, rise in step.items()}
-        self._rise = {name: self._rise[name] + rise for name, rise in step.items()}
+        if outcome.step == 0 or not self._kept:
+            self._kept = {name: np.zeros_like(rise) for name, rise in step.items()}
+        self._kept = {name: self._kept[name] + rise for name, rise in step.items()}
         scale = self.config.sparse_reward_scale
-        paid = {name: np.where(outcome.ended, scale * rise, 0.0) for name, rise in self._rise.items()}
+        paid = {name: np.where(outcome.ended, scale * rise, 0.0) for name, rise in self._kept.items()}
         return paid | {"fees": charged}
 
     def restart(self, rows: Bools) -> None:
         """Set J_0 of the environments that are marked in `rows` (E,) to their worth before the next step."""
-        self._rise = {name: np.where(rows, 0.0, rise) for name, rise in self._rise.items()}
-
-    def state(self) -> dict[str, NDArray[np.float64]]:
-        """Return J now - J_0 by component, (E,)."""
-        return {name: rise.copy() for name, rise in self._rise.items()}
-
-    def load_state(self, state: Mapping[str, NDArray[np.float64]]) -> None:
-        self._rise = {name: rise.copy() for name, rise in state.items()}
+        self._kept = {name: np.where(rows, 0.0, rise) for name, rise in self._kept.items()}
 
 
-class Escrow:
+_ACCOUNT = ("credit", "entry", "paid_up")
+
+
+class Escrow(_Remembering):
     """Pays `Delta`, and for every kept seed its contribution, at most the increase of J since it germinated.
 
     A contribution is paid when the seed is kept. If it were paid at once and taken back later, waiting would pay wherever
     returns are discounted or a sequence is truncated. The rewards of an episode sum to J_T - J_0 - fees + paid. A rollback
     closes the accounts of its row without payment. Earlier payments stay, and no later seed is paid for the same increase.
 
+    A seed has an account from its germination until it is kept or removed. Kept are its `credit` (E, S), the last measured
+    contribution, 0 where none was measured or no account is open; its `entry` (E, S), the worth before it germinated, nan where
+    no account is open; and `paid_up` (E,), the worth up to which increases were paid for, at first that at the start.
+
     Experimental: the contribution is measured when a seed is kept, so keeping it late may pay more than keeping it early
     (the page "Exploits" of esper-bench).
     """
 
-    def __init__(self, config: RewardConfig) -> None:
-        self.config = config
-        self._account: Account | None = None
-
     def __call__(self, outcome: Outcome) -> Components:
-        stage = outcome.seeds.stage
         measured = outcome.contribution if self.config.objective == "metric" else outcome.contribution_loss
-        if outcome.step == 0 or self._account is None:
-            self._account = Account.empty(*stage.shape)
         before, after = worths(outcome, self.config)
-        self._account, pays = escrow_step(
-            self._account, stage, measured.mean, total(before), total(after), terminal=outcome.terminal
-        )
+        if outcome.step == 0:
+            self._kept = {}
+        pays = self.pay(outcome.seeds.stage, measured.mean, total(before), total(after), terminal=outcome.terminal)
         return _rise(before, after) | {"fees": fees(outcome, self.config), "escrow": pays.sum(1)}
+
+    def pay(
+        self, stage: NDArray[np.int8], contribution: Floats, before: Floats, after: Floats, *, terminal: bool
+    ) -> Floats:
+        """Credit live seeds, pay the credit of kept seeds, and let the credit of removed seeds expire. Returns (E, S) the pay.
+
+            pay = min(credit, max(J_after - max(J_entry, paid_up), 0)),   then paid_up = max(J_entry, paid_up) + pay
+
+        stage (E, S) and contribution (E, S) are those after the step; before and after (E,) are the worth J. The contribution of
+        a kept seed is not measured, so its credit is its last contribution on trial. A live seed that was not measured keeps its
+        credit. A negative credit is paid in full, so keeping a harmful seed costs. At the end of the episode all credit expires.
+
+        Every increase of J is paid for once: the sum of positive payments is at most max_t J_t - J_0. Without this bound, seeds
+        that are planted together would all be paid for the same increase, and so would the repair of an earlier decrease.
+        """
+        nothing = np.zeros(stage.shape), np.full(stage.shape, np.nan), np.full(len(stage), np.nan)
+        credit, entry, paid_up = (self._kept[name] for name in _ACCOUNT) if self._kept else nothing
+        assert stage.shape == contribution.shape == credit.shape, (stage.shape, contribution.shape)
+        kept, present, was_open = stage == Stage.FOSSILIZED, among(stage, IN_BUDGET), ~np.isnan(entry)
+        entry = np.where(~was_open & present & ~kept, before[:, None], entry)
+        paid_up = np.where(np.isnan(paid_up), before, paid_up)
+        credit = np.where(among(stage, LIVE) & ~np.isnan(contribution), contribution, credit)
+
+        paid = np.zeros_like(credit)
+        for slot in range(stage.shape[1]):  # in sequence, because a payment raises paid_up for the next slot
+            base = np.maximum(entry[:, slot], paid_up)
+            pay = np.minimum(credit[:, slot], np.maximum(after - base, 0.0))
+            paid[:, slot] = np.where(was_open[:, slot] & kept[:, slot], pay, 0.0)
+            paid_up = np.where(paid[:, slot] > 0, base + paid[:, slot], paid_up)
+
+        self._kept = dict(zip(_ACCOUNT, (credit, entry, paid_up), strict=True))
+        self._close(kept | ~present | terminal)
+        return paid
 
     def restart(self, rows: Bools) -> None:
         """Close the accounts of the environments that are marked in `rows` (E,). `paid_up` stays."""
-        if self._account is not None:
-            credit, entry, paid_up = self._account
-            column = rows[:, None]
-            self._account = Account(np.where(column, 0.0, credit), np.where(column, np.nan, entry), paid_up)
+        if self._kept:
+            self._close(rows[:, None])
 
-    def state(self) -> dict[str, NDArray[np.float64]]:
-        return {} if self._account is None else {name: field.copy() for name, field in self._account._asdict().items()}
-
-    def load_state(self, state: Mapping[str, NDArray[np.float64]]) -> None:
-        self._account = Account(**{name: field.copy() for name, field in state.items()}) if state else None
+    def _close(self, where: Bools) -> None:
+        """Close the accounts where `where`, which broadcasts to (E, S), is true."""
+        for name, closed in (("credit", 0.0), ("entry", np.nan)):
+            self._kept[name] = np.where(where, closed, self._kept[name])
 
 
 def get_reward(config: RewardConfig) -> Reward:

@@ -186,7 +186,9 @@ class Engine(Generic[P]):
         self.certifier = Certifier(population, config) if config.gates.certify is not None else None
         self.seed_history = SeedHistory()
         self.trace: Trace | None = None  # of the last step
-        self.further: list[tuple[Actions, Verdicts]] = []  # decisions of that step behind its first, and what became of them
+        self.further: list[
+            tuple[Actions, Verdicts]
+        ] = []  # decisions of that step behind its first, and what became of them
         self.parameter_norms = False
 
     @property
