@@ -41,15 +41,11 @@ class SimicClient(Learned):
         return self.learner.exploration
 
     def carried(self, view: View, output: ActorOutput) -> Actions:
-        """Record the decisions of the policy, and return them."""
-        self.record(view, output)
-        return output.decision.actions
-
-    def record(self, view: View, output: ActorOutput) -> None:
-        """Write decisions into the rollout."""
+        """Write the decisions of the policy into the rollout, and return them."""
         self.menu = tuple(info.name for info in view.space.blueprints)
         self._room = [view.steps, len(view.host_params)]
         self._buffer.add(output, view.steps)
+        return output.decision.actions
 
     def store(self, outcome: Outcome) -> None:
         """Record the rewards of the last decisions. A rollback ends the sequence of its row, and empties the row's memory."""
@@ -137,7 +133,7 @@ class Apprentice(SimicClient):
         taught = Actions(*(np.where(output.idle, 0, choice) for choice in taught))  # WAIT is 0 in every head
         valid = offered(only_wait(self.masks(view), output.idle), taught)
         lesson = output.decision._replace(actions=taught, valid=valid, log_prob=torch.zeros(len(output.idle)))
-        self.record(view, output._replace(decision=lesson))
+        super().carried(view, output._replace(decision=lesson))
         carried: Actions = choose(self._follows, taught, output.decision.actions)
         return carried
 

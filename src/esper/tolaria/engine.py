@@ -46,7 +46,7 @@ from esper.leyline.lifecycle.view import (
 from esper.leyline.protocols import Controller, Proposed, as_controller
 from esper.leyline.records import as_tree, brief, from_tree
 from esper.tolaria.early_stopping import EarlyStopping
-from esper.tolaria.governor import Governor, Verdicts, preflight
+from esper.tolaria.governor import Governor, Verdicts
 from esper.tolaria.measure.certifying import Certifier
 from esper.tolaria.measure.measuring import StepMeasurements, measure, unmeasured, without
 from esper.tolaria.play import Further, Observer, Until, play
@@ -308,9 +308,8 @@ class Engine(Generic[P]):
             every = Actions(*(np.concatenate([head, rest]) for head in actions))
             if (every.op == Op.WAIT).all():  # always legal, and nothing changes
                 return np.full(config.envs, Refusal.NONE, np.int8)
-            masks, most = self.masks, config.lifecycle.max_seeds
-            refused = preflight(self.population, state.seeds, every, masks, most, config.governor)
-            self.governor.count(refused)
+            masks = self.masks
+            refused = self.governor.preflight(self.population, state.seeds, every, masks)
             masks = barred(masks, Op.GERMINATE, refused != Refusal.NONE)
             after, changes, _ = apply(state.seeds, every, masks, self.population.space, config.lifecycle)
             self.population.edit(changes, after, state.step)

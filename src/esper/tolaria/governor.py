@@ -139,30 +139,6 @@ Counts = dict[str, dict[str, int]]
 """Numbers of rollbacks and refusals by reason, under the keys `rollbacks` and `refused`."""
 
 
-def preflight(
-    population: Population, seeds: Seeds, actions: Actions, masks: Masks, max_seeds: int, config: GovernorConfig
-) -> Verdicts:
-    """Return a `Refusal` for every row (E,). If the seeds of a step together do not fit into memory, all of them are refused."""
-    refused = np.full(len(seeds.stage), Refusal.NONE, np.int8)
-    plants, legal = actions.op == Op.GERMINATE, allowed(masks, actions)
-    full = among(seeds.stage, IN_BUDGET).sum(1) >= max_seeds
-    refused[~legal] = Refusal.MASKED
-    refused[~legal & plants & full] = Refusal.SEED_CAP
-    env = np.flatnonzero(legal & plants)
-    if not len(env):
-        return refused
-    slot, blueprint = actions.slot[env], actions.blueprint[env]
-    if config.param_limit is not None:
-        price = population.table.price(env, slot, blueprint, actions.blend[env])
-        whole = population.table.added_params(seeds, IN_BUDGET)[env] + price
-        refused[env[whole > config.param_limit * population.host_params[env]]] = Refusal.PARAM_BUDGET
-    left = refused[env] == Refusal.NONE
-    needed = population.growth(env[left], slot[left], blueprint[left])
-    if needed and needed > config.memory_share * available_memory(population.device):
-        refused[env[left]] = Refusal.MEMORY
-    return refused
-
-
 class GovernorRecord(NamedTuple):
     """Counts rollbacks and refusals, int64."""
 
@@ -184,6 +160,7 @@ class Governor:
     def __init__(self, keeper: Keeper, real: int, config: GrowthConfig) -> None:
         """real: number of rows that are counted, from the first; the padding rows after them are not."""
         self.config, self.embargo = config.governor, config.lifecycle.embargo
+        self.max_seeds = config.lifecycle.max_seeds
         self.keeper = keeper
         rows = len(keeper.step)
         self.history = VitalHistory.empty(np.full(rows, np.nan), config.governor.loss_window)
@@ -196,6 +173,26 @@ class Governor:
         if self.config.enabled:
             self.history = VitalHistory.begin(signs, self.config)
             self.keeper.take(seeds, np.ones(len(seeds.stage), bool), 0)
+
+    def preflight(self, population: Population, seeds: Seeds, actions: Actions, masks: Masks) -> Verdicts:
+        """Return a `Refusal` for every row (E,), and count them. Seeds of a step that do not fit into memory are all refused."""
+        refused = np.full(len(seeds.stage), Refusal.NONE, np.int8)
+        plants, legal = actions.op == Op.GERMINATE, allowed(masks, actions)
+        full = among(seeds.stage, IN_BUDGET).sum(1) >= self.max_seeds
+        refused[~legal] = Refusal.MASKED
+        refused[~legal & plants & full] = Refusal.SEED_CAP
+        if len(env := np.flatnonzero(legal & plants)):
+            slot, blueprint = actions.slot[env], actions.blueprint[env]
+            if self.config.param_limit is not None:
+                price = population.table.price(env, slot, blueprint, actions.blend[env])
+                whole = population.table.added_params(seeds, IN_BUDGET)[env] + price
+                refused[env[whole > self.config.param_limit * population.host_params[env]]] = Refusal.PARAM_BUDGET
+            left = refused[env] == Refusal.NONE
+            needed = population.growth(env[left], slot[left], blueprint[left])
+            if needed and needed > self.config.memory_share * available_memory(population.device):
+                refused[env[left]] = Refusal.MEMORY
+        np.add.at(self.record.refused, refused[self._real], 1)
+        return refused
 
     def inspect(self, before: Seeds, after: Seeds, signs: Signs) -> Verdicts:
         """Examine every row after a step that changed the seeds from `before` to `after`. Returns (E,) a `Vital`."""
@@ -225,9 +222,6 @@ class Governor:
             return
         well = ~self.history.strikes.any(1) & (step % self.config.snapshot_every == 0)
         self.keeper.take(seeds, well | (found != Vital.GOOD), step)
-
-    def count(self, refused: Verdicts) -> None:
-        np.add.at(self.record.refused, refused[self._real], 1)
 
     def state(self, step: int) -> dict[str, Any]:
         """Return the record, the history and the snapshots, as a tree of arrays, after `step` steps of the episode."""

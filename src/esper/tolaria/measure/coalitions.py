@@ -137,18 +137,17 @@ class Attribution(NamedTuple):
     interaction: Floats  # (rows, S, S) interaction of each pair; nan where coalitions were sampled
 
 
-def attribute(values: CoalitionValues, pairs: int, *, loss: bool = False) -> Attribution:
-    """Attribute the metric, or with `loss` minus the loss, to seeds, from coalitions; pairs: `probe.shapley_samples`."""
+def attribute(values: CoalitionValues, pairs: int) -> Attribution:
+    """Attribute the metric to seeds, from coalitions; pairs: `probe.shapley_samples`."""
     rows, slots = values.live.shape
     half, banzhaf_values = np.full((2, rows, slots), np.nan)
     result = Attribution(Estimate.absent(rows, slots), half, banzhaf_values, np.full((rows, slots, slots), np.nan))
     count = values.live.sum(1)
-    worth = -values.loss if loss else values.metric
     for n in np.unique(count[count > 0]).tolist():
         env = np.flatnonzero(count == n)
         player = np.nonzero(values.live[env])[1].reshape(len(env), n)
         # Players are numbered in the order of their slots, so the masks of players and of slots sort alike.
-        table = worth[np.isin(values.env, env)].reshape(len(env), -1)
+        table = values.metric[np.isin(values.env, env)].reshape(len(env), -1)
         at = env[:, None], player
         if n <= COMPLETE:
             result.shapley.mean[at], result.shapley.se[at] = shapley(table), 0.0
