@@ -6,15 +6,15 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from esper.kasmina.blueprints import count, drawn_with
 from esper.kasmina.network.grown_network import RegrownHost
 from esper.kasmina.stack.widening import wider_hosts
-from esper.leyline.config.tree import Config, RewardConfig
+from esper.leyline.config.tree import Config
+from esper.leyline.data.objective import objective_of
 from esper.leyline.data.task import AnyTask, Instance, Mixture, Split, Task, nonfinite
-from esper.leyline.lifecycle.view import Floats
-from esper.simic.rewards import objective
+from esper.leyline.lifecycle.view import Floats, Scores
 from esper.tolaria.engine import TaskEngine
 from esper.tolaria.measure.bounds import constant_metric
 
@@ -95,20 +95,12 @@ def _evaluate(engine: TaskEngine[Any], config: Config, name: str, splits: Sequen
     return {name: _pair(metric, config), "loss": _pair(loss, config), "objective": _pair(worth, config)}
 
 
-def objective_of(
-    metric: Floats, loss: Floats, added: ArrayLike, host_params: ArrayLike, reward: RewardConfig
-) -> Floats:
-    """Return J (E,) of networks from their metric and loss on a split, and their added parameters, without compute."""
-    value = metric if reward.objective == "metric" else -loss
-    return objective(value, added, host_params, reward.rent, reward.rent_size)
-
-
 def exported_objective(engine: TaskEngine[Any], metric: Floats, loss: Floats) -> Floats:
     """Return J (rows,) of the networks of an engine as exported, from their metric and loss on a split."""
     config = engine.config
     host_params = np.tile(engine.population.host_params[: config.envs], engine.rows // config.envs)
     added = engine.exported_params() - host_params
-    return objective_of(metric, loss, added, host_params, config.reward) - engine.state.compute.price(config)
+    return objective_of(Scores(metric, loss, added), host_params, config.reward) - engine.state.compute.price(config)
 
 
 def _constant(task: AnyTask, instance: Sequence[int], name: str) -> Summary:

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from esper.kasmina.network.static import Absent
 from esper.leyline.config.tree import RewardConfig
+from esper.leyline.data.objective import objective_of
 from esper.leyline.intervals import differences, mean_and_error, t_interval
+from esper.leyline.lifecycle.view import Scores
 from esper.leyline.text import counted, rounded
 from esper.runs.baselines import BaselineResult
-from esper.runs.figures import objective_of
 
 RIVALS: Mapping[str, str] = {
     "twin": "the host as it is (twin)",
@@ -40,7 +41,8 @@ def compared_networks(
         trained = static.get(name)
         if trained is None or isinstance(trained, Absent):
             continue
-        worth = objective_of(trained.metric, trained.loss, trained.params - host_params, host_params, reward)
+        scores = Scores(trained.metric, trained.loss, trained.params - host_params)
+        worth = objective_of(scores, host_params, reward)
         theirs = [None if each != each else each for each in worth.tolist()]
         gain = t_interval(differences(grown, theirs))
         ends = [None if end != end else end for end in gain[:3]]

@@ -18,7 +18,7 @@ from esper.kasmina.stack.division import picked_body
 from esper.kasmina.stack.widening import HiddenWidening
 from esper.leyline.config.tree import Config, EarlyStoppingConfig
 from esper.leyline.data.keys import Purpose, scalar
-from esper.leyline.data.objective import objective, selection_score
+from esper.leyline.data.objective import objective_of, selection_score
 from esper.leyline.data.task import AnyTask, Split, with_steps
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Actions, Op, checked_actions
@@ -641,15 +641,13 @@ class VectorizedEngine(TaskEngine[StackedPopulation]):
         the next step. Raises InputError with `gates.certify`.
         """
         copies = self.copies(proposed.env)
-        state, config, envs = copies.state, copies.config.reward, slice(0, copies.config.envs)
+        state, envs = copies.state, slice(0, copies.config.envs)
         begin, before = state.step, state.compute.seeds[envs].copy()
         play(copies, proposed.client, Until(lambda: state.step - begin >= proposed.steps))
-        view = copies.view()
-        value = state.scores.metric if config.objective == "metric" else -state.scores.loss
         compute = state.step - begin + state.compute.seeds[envs] - before
         self.state.trial = np.bincount(proposed.env, compute, len(self._env)).astype(np.float64)
         copies.population.close()
-        return objective(value[envs], view.added_params, view.host_params, config.rent, config.rent_size)
+        return objective_of(take(state.scores, envs), copies.population.host_params[envs], self.config.reward)
 
     def __repr__(self) -> str:
         name, config = self.population.task.name, self.config

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from esper.kasmina.network.static import Absent
 from esper.leyline.config.tree import Config
+from esper.leyline.data.objective import objective_of
 from esper.leyline.data.task import AnyTask
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.view import Floats, Outcome
@@ -23,7 +24,6 @@ from esper.runs.evaluation.contenders import (
     grow_contender,
 )
 from esper.runs.evaluation.evaluation import Arrays, EvaluationPart, Runner
-from esper.runs.figures import objective_of
 from esper.tolaria.play import Observer
 from esper_bench.controllers.plans import Placed
 from esper_bench.evaluation.declared import SEARCHED
@@ -312,5 +312,5 @@ def _alike(candidates: Sequence[Candidate], alive: NDArray[np.int64]) -> list[ND
 def probe_objective(outcome: Outcome, config: Config) -> Floats:
     """Return J (E,) of the networks as exported, on the probe split."""
     assert outcome.exported is not None, "the episode must be over"
-    worth = objective_of(*outcome.exported, outcome.host_params, config.reward)
+    worth = objective_of(outcome.exported, outcome.host_params, config.reward)
     return worth if outcome.compute is None else worth - config.reward.compute_price * outcome.compute[1]

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from esper.leyline.config.tree import Config
+from esper.leyline.config.tree import Config, RewardConfig
 from esper.leyline.lifecycle.view import Floats, Scores
 
 
@@ -25,9 +25,12 @@ def growth_of(added_params: ArrayLike, host_params: ArrayLike) -> Floats:
     return np.asarray(np.asarray(added_params, np.float64) / np.asarray(host_params, np.float64))
 
 
+def objective_of(scores: Scores, host_params: ArrayLike, reward: RewardConfig) -> Floats:
+    """Return J (E,) of networks from their scores on a split, without compute."""
+    value = scores.metric if reward.objective == "metric" else -scores.loss
+    return objective(value, scores.added_params, host_params, reward.rent, reward.rent_size)
+
+
 def selection_score(scores: Scores, host_params: NDArray[np.int64], config: Config) -> Floats:
     """Return (E,) the score that `config.select` names: the metric, or J with the settings of `config.reward`."""
-    if config.select == "metric":
-        return scores.metric
-    value = scores.metric if config.reward.objective == "metric" else -scores.loss
-    return objective(value, scores.added_params, host_params, config.reward.rent, config.reward.rent_size)
+    return scores.metric if config.select == "metric" else objective_of(scores, host_params, config.reward)

@@ -24,16 +24,17 @@ from numpy.typing import NDArray
 from esper.kasmina.lifecycle import dormant
 from esper.kasmina.network.static import Absent
 from esper.leyline.config.tree import BASELINES, Config, baseline_names, build_config
+from esper.leyline.data.objective import objective_of
 from esper.leyline.data.task import AnyTask, Mixture
 from esper.leyline.errors import InputError, system_in_words
 from esper.leyline.lifecycle.stages import Stage
-from esper.leyline.lifecycle.view import Outcome
+from esper.leyline.lifecycle.view import Outcome, Scores
 from esper.leyline.progress import Pace
 from esper.leyline.text import counted
 from esper.runs.baselines import GrowthResult, grown_of, train_baseline
 from esper.runs.evaluation.contenders import ROWS, RULES, Contender, contender_config, grow_contender, named, unheard
 from esper.runs.evaluation.record import Evaluation, Record, RecordedFigures, findings
-from esper.runs.figures import exported_objective, objective_of, test_splits
+from esper.runs.figures import exported_objective, test_splits
 from esper.runs.folder.environment import describe_environment, fingerprint
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.workers.transports import pickled, serve_rank, unpickled
@@ -337,7 +338,7 @@ def _trained(name: str, arrays: Arrays, task: AnyTask, config: Config, *observer
     added = trained.params - host_params
     kept = (seeds.stage == Stage.FOSSILIZED).sum(1) if name == "same-size" else np.full(config.envs, np.nan)
     return RecordedFigures(
-        objective=objective_of(trained.metric, trained.loss, added, host_params, config.reward),
+        objective=objective_of(Scores(trained.metric, trained.loss, added), host_params, config.reward),
         metric=trained.metric,
         added_params=added.astype(np.float64),
         kept=kept.astype(np.float64),
