@@ -58,6 +58,7 @@ from esper.runs.train import Trainer, train
 from esper.runs.workers.workers import WorkerOptions
 from esper.simic.exchange import Exchange
 from esper.simic.ppo import PPO
+from esper.store.tensors import pack
 from esper.tamiyo.policy.controller import Language, Policy
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine
@@ -227,7 +228,7 @@ class WorkerCosts(NamedTuple):
 def measured(asked: argparse.Namespace) -> WorkerCosts:
     """Measure a worker whose environments sleep, and messages."""
     decide, prepare, descend, sizes = list[float](), list[float](), list[float](), list[int]()
-    update, step, table = PPO.update, PPO._descend, Exchange.table
+    update, step, gather = PPO.update, PPO._descend, Exchange.gather
 
     def timed_step(self: PPO, *arguments: Any) -> Any:
         begin = time.process_time()
@@ -241,12 +242,12 @@ def measured(asked: argparse.Namespace) -> WorkerCosts:
         prepare.append(time.process_time() - begin - sum(descend[before:]))
         return found
 
-    def sized_table(self: Exchange, rows: Any, count: int) -> Any:
-        sizes.append(max(row.nbytes for row in rows.values()))
-        return table(self, rows, count)
+    def sized_gather(self: Exchange, tree: Any) -> Any:
+        sizes.extend(len(pack({"shard": each})) for each in tree["shards"])
+        return gather(self, tree)
 
     vars(training)["VectorizedEngine"] = SleepingEngine
-    with patched(PPO, update=timed_update, _descend=timed_step), patched(Exchange, table=sized_table):
+    with patched(PPO, update=timed_update, _descend=timed_step), patched(Exchange, gather=sized_gather):
         trained(asked, asked.envs_of_shard, 1, 1)
     steps = asked.steps or training_configs([get_task(asked.task)], "quick", {})[0].steps
     decide += [seconds / steps for seconds in SleepingEngine.deciding]

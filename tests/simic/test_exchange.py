@@ -69,22 +69,15 @@ def test_a_sum_has_the_same_bits_for_any_number_of_workers(size, shards):
     assert torch.equal(Exchange().sum(parts, shards, LENGTH), expected)
 
 
-def test_a_table_has_a_row_from_each_worker_that_has_one():
-    rows = np.array([[1e300, -0.0], [np.inf, 1e-300], [0.1, np.nan]])
+def test_trees_of_any_size_are_gathered_by_all_with_every_bit():
+    rows = [np.array([1e300, -0.0]), np.array([np.inf, 1e-300, 0.1] * 1000), np.array([np.nan])]
 
     def compute(exchange):
-        return exchange.table({shard: rows[shard] for shard in range(3) if exchange.owns(shard)}, 3)
+        return [(each["rank"], each["rows"][0].tobytes()) for each in exchange.gather(given[exchange.rank])]
 
-    alone = Exchange().table(dict(enumerate(rows)), 3)
-    for found in together([0, 1, 0], 2, compute):
-        assert found.tobytes() == alone.tobytes()
-    assert np.array_equal(alone, rows, equal_nan=True)
-    assert not np.signbit(alone[0, 1])
-
-
-def test_contents_of_any_length_are_gathered_by_all():
-    contents = [b"a", b"bc" * 1000, b"d" * 7]
-    assert together([], 3, lambda each: each.gather(contents[each.rank])) == [contents] * 3
+    given = [{"rank": rank, "rows": [row]} for rank, row in enumerate(rows)]
+    assert together([], 3, compute) == [[(rank, row.tobytes()) for rank, row in enumerate(rows)]] * 3
+    assert Exchange().gather(given[0]) == [given[0]]
 
 
 def test_workers_meet_and_one_that_is_asked_to_stop_does_not_wait():

@@ -46,7 +46,7 @@ from esper.simic.exchange import Exchange, ExchangeError, divide
 from esper.simic.ppo import MENDS, PPO, learning_anomalies
 from esper.simic.rewards import get_reward, make_reward, name_of_reward
 from esper.simic.rollout import Rollout, ShardedRollout
-from esper.store.tensors import Tree, pack, unpack
+from esper.store.tensors import Tree
 from esper.tamiyo.catalog import FOLDER, get_controller
 from esper.tamiyo.policy.actor import Learned
 from esper.tamiyo.policy.controller import Language, Policy, save_policy
@@ -933,7 +933,7 @@ class Trainer(Observer):
         if self.exchange.size == 1:
             return dict(results)
         rows = [(place, np.frombuffer(lines, np.uint8)) for place, lines in self._lines.items()]
-        every = [unpack(each) for each in self.exchange.gather(pack({"results": [*results.items()], "rows": rows}))]
+        every = self.exchange.gather({"results": [*results.items()], "rows": rows})
         self._lines = {}
         if self.exchange.rank == 0:
             self._lines = {place: lines.tobytes() for each in every for place, lines in each["rows"]}

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
+import torch.nn.functional as F
 from torch import Tensor
+
+from esper.store.tensors import Tree, pack, unpack
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed exports them without their types
@@ -103,16 +105,6 @@ class Exchange:
                 work.wait()
         return True
 
-    def table(self, rows: Mapping[int, NDArray[np.float64]], count: int) -> NDArray[np.float64]:
-        """Return the rows (k,) of all workers as a table (count, k); each of its rows comes from one worker."""
-        table = np.zeros((count, len(next(iter(rows.values())))))
-        for place, row in rows.items():
-            table[place] += row  # added, not assigned, because a sum over workers also turns -0 into 0
-        if self._group is not None:
-            with _lost():  # the other workers have zeros in these rows, so no order of the sum changes a bit
-                self._group.allreduce(torch.from_numpy(table)).wait()
-        return table
-
     def sum(self, parts: Mapping[int, Tensor], shards: Sequence[int], length: int) -> Tensor:
         """Return the sum over `shards` of vectors (length,) on `device`, of which `parts` are those of this worker.
 
@@ -132,18 +124,17 @@ class Exchange:
             self._delivered((self._carrier or self._group).broadcast(total, self._owner(shards[0])))
         return total.cpu()
 
-    def gather(self, content: bytes) -> list[bytes]:
-        """Return the content that each worker gives, by rank."""
+    def gather(self, tree: Tree) -> list[Any]:
+        """Return the tree that each worker gives, by rank; tuples of others have become lists."""
         if self._group is None:
-            return [content]
-        table = self.table({self.rank: np.array([len(content)], np.float64)}, self.size)
-        sizes = [int(size) for size in table[:, 0]]
-        own = torch.zeros(max(sizes), dtype=torch.uint8)
-        own[: len(content)] = torch.from_numpy(np.frombuffer(content, np.uint8).copy())
-        found = [torch.empty_like(own) for _ in sizes]
+            return [tree]
+        content = torch.from_numpy(np.frombuffer(pack(tree), np.uint8).copy())
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         with _lost():
-            self._group.allgather([found], [own]).wait()
-        return [each[:size].numpy().tobytes() for each, size in zip(found, sizes, strict=True)]
+            self._group.allgather([sizes], [torch.tensor([len(content)])]).wait()
+            found = [content.new_empty(int(max(sizes))) for _ in sizes]
+            self._group.allgather([found], [F.pad(content, (0, len(found[0]) - len(content)))]).wait()
+        return [unpack(each[: int(size)].numpy().tobytes()) for each, size in zip(found, sizes, strict=True)]
 
     def close(self) -> None:
         """End the connections to the other workers, which are told by an ExchangeError if they wait for this one."""

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from itertools import pairwise
+from functools import reduce
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -349,7 +349,7 @@ class PPO:
         self, played: Sequence[ShardedRollout], data: Sequence[Mapping[int, TrainingBatch]], *, judging: bool = False
     ) -> Statistics:
         """Exchange the statistics of each shard. judging: whether log-probabilities are compared with those of the rollouts."""
-        rows, features = dict[int, NDArray[np.float64]](), [0]
+        own = list[list[Any]]()
         for shard, part in ((shard, part) for parts in data for shard, part in parts.items()):
             rollout, decided = part.rollout, part.rollout.decided
             target, returns, total = decided(part.gains.target), decided(part.gains.returns), rollout.reward.sum(0)
@@ -359,24 +359,24 @@ class PPO:
             measured = (part.advantage[part.weight > 0], target, returns, residual, waits, total, earned, ends)
             seen = Normaliser.of(Observation(*(decided(field).numpy() for field in rollout.observation)))
             moments = [*(Moments.of(values.unsqueeze(-1).numpy()) for values in measured), *seen]
-            features = np.cumsum([0, *(len(each.n) for each in moments)]).tolist()
             off = 0.0
             if judging:
                 with torch.no_grad():
                     judged, _ = self._judge(self._placed(part))
                     off = float((judged.log_prob.cpu() - rollout.log_prob).abs().max())
-            extremes = [float(earned.max()), -float(earned.min()), float(target.abs().max()), off]
-            rows[shard] = np.concatenate([*(np.concatenate(field) for field in zip(*moments, strict=True)), extremes])
-        table = self.exchange.table(rows, 1 + max(shard for each in played for shard in each.envs))
-        whole = Moments.prior([0.0] * features[-1])
-        for row in table:
-            whole = whole.merged(Moments(*row[:-4].reshape(3, -1)))
-        columns = [slice(*ends) for ends in pairwise(features[len(MEASURED) :])]
-        observed = Normaliser(*(Moments(*(field[place] for field in whole)) for place in columns))
-        mean, var, number = (dict(zip(MEASURED, field.tolist(), strict=False)) for field in whole)
-        highest, lowest, reach, off = table[:, -4:].max(0).tolist()
+            extremes = np.array([float(earned.max()), -float(earned.min()), float(target.abs().max()), off])
+            own.append([shard, [list(each) for each in moments], extremes])
+        found = self.exchange.gather({"shards": own})
+        every = sorted((each for worker in found for each in worker["shards"]), key=itemgetter(0))
+        whole = [
+            reduce(Moments.merged, (Moments(*each) for each in parts), Moments.prior([0.0] * len(parts[0][0])))
+            for parts in zip(*(moments for _, moments, _ in every), strict=True)
+        ]
+        known = dict(zip(MEASURED, whole, strict=False))
+        mean, var, number = ({name: float(each[at][0]) for name, each in known.items()} for at in range(3))
+        highest, lowest, reach, off = np.max([extremes for _, _, extremes in every], 0).tolist()
         spread = {name: value**0.5 for name, value in var.items()}
-        return Statistics(number, mean, spread, observed, highest + lowest, reach, off)
+        return Statistics(number, mean, spread, Normaliser(*whole[len(MEASURED) :]), highest + lowest, reach, off)
 
     def _scaled(
         self, data: Sequence[Mapping[int, TrainingBatch]], statistics: Statistics
