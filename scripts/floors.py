@@ -20,7 +20,7 @@ from esper.leyline.data.task import AnyTask, Instance
 from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.lifecycle.stages import LIVE, Stage, among
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.stacked.data import SharedBatchIterator, stack_splits
+from esper.tolaria.stacked.data import Format, SharedBatchIterator, stack_splits
 
 Step = Callable[[], None]
 Loss = Callable[[Tensor, Tensor], Tensor]  # (R, B, C), (R, B) -> (R, B)
@@ -139,15 +139,14 @@ class BareStack:
         if self.shared:
             problems, row = problems[:1], np.zeros_like(row)
         scaling = problems[0].scaling
-        feed = SharedBatchIterator(
-            [p.train for p in problems], row, instance, 0, self.batch, task.inputs, device, scaling=scaling
-        )
+        form = Format(task.inputs, device, scaling=scaling)
+        feed = SharedBatchIterator([p.train for p in problems], row, instance, 0, self.batch, form)
         self.x, self.y, self.sizes = feed.x, feed.y.to(torch.int64), feed.orders.sizes
         batch = np.arange(self.batches)[:, None] % feed.orders.batches_per_epoch
         place = batch[..., None] * self.batch + np.arange(self.batch)
         self.place = torch.from_numpy(place).to(device)  # (batches, R, B)
         self.offset = torch.from_numpy(row * int(feed.orders.sizes.max())).to(device)[:, None]
-        self.examples = stack_splits([p.probe for p in problems], row, task.inputs, device, scaling=scaling)
+        self.examples = stack_splits([p.probe for p in problems], row, form)
         self.generator = np.random.default_rng(0)
 
     def forward(self, x: Tensor, leaving: Sequence[int]) -> tuple[Tensor, Tensor | None]:

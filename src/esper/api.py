@@ -53,7 +53,7 @@ from esper.store.files import BEST, EVALUATION, MODELS, check_links, is_run, to_
 from esper.tamiyo.catalog import controller_names, find_controller
 from esper.tasks.catalog import get_task, is_named_task
 from esper.tasks.hosts.factories import host_from
-from esper.tolaria.stacked.data import stack_splits
+from esper.tolaria.stacked.data import Format, stack_splits
 
 OnInterrupt = Literal["raise", "return"]
 """What a call does after Ctrl-C, when the run folder is complete: raise KeyboardInterrupt, or return the summary."""
@@ -499,7 +499,7 @@ def check_rows(task: AnyTask) -> dict[str, str]:
     instance = task.instance(task.keys("training").start)
     host = drawn_host(task.largest)
     splits, row, dtype = [instance.train], np.zeros(1, np.int64), dtype_of(host)
-    examples = stack_splits(splits, row, task.inputs, torch.device("cpu"), scaling=instance.scaling, dtype=dtype)
+    examples = stack_splits(splits, row, Format(task.inputs, torch.device("cpu"), dtype, scaling=instance.scaling))
     found = segments_that_vary(task.largest, picked(examples.x, (0, slice(CHECKED))))
     # Modules on maps and volumes run row by row, in separate calls.
     streams = sorted({(slot.kind, slot.width) for slot in host.slots if slot.kind not in CONVOLVED})

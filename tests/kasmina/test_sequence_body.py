@@ -19,7 +19,7 @@ from esper.leyline.lifecycle.stages import Stage
 from esper.tasks.objectives import Classification
 from esper.tolaria.measure.probe import sense
 from esper.tolaria.measure.sensors import SENSORS
-from esper.tolaria.stacked.data import stack_splits
+from esper.tolaria.stacked.data import Format, stack_splits
 from esper.tolaria.stacked.population import shadows
 from sequences import HOST, SEQUENCES, sequence_body
 
@@ -174,7 +174,7 @@ def test_the_sensors_of_a_sequence_are_those_of_its_positions_and_every_one_is_m
     generator = torch.Generator().manual_seed(0)
     splits = [Split(torch.randn(n, *HOST.inputs, generator=generator), torch.arange(n) % 3) for n in (40, 24)]
     where = np.zeros(2, np.int64)
-    fit, held = (stack_splits([split], where, HOST.inputs, torch.device("cpu")) for split in splits)
+    fit, held = (stack_splits([split], where, Format(HOST.inputs, torch.device("cpu"))) for split in splits)
     table = sense(body, seeds, fit, held, Classification(3))
     assert table.shape == (2, 2, len(SENSORS))
     names = [sensor.name for sensor in SENSORS]

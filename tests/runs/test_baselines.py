@@ -28,7 +28,7 @@ from esper.tasks.catalog import get_task
 from esper.tasks.hosts.factories import MLP
 from esper.tasks.own.custom import task_from
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.stacked.data import SharedBatchIterator
+from esper.tolaria.stacked.data import Format, SharedBatchIterator
 from populations import GROW, Script, blobs, small_config
 
 STEPS = 6
@@ -117,8 +117,7 @@ def test_same_size_equals_a_plain_loop_over_the_grown_topology_from_step_0(task,
         np.array([key]),
         seed,
         config.data.batch_size,
-        task.inputs,
-        torch.device("cpu"),
+        Format(task.inputs, torch.device("cpu")),
     )
     feed.reset(0)
     for _ in range(4 * config.data.batches_per_step):

@@ -13,7 +13,7 @@ from esper.leyline.lifecycle.slots import SlotSpec
 from esper.leyline.lifecycle.streams import Kind
 from esper.tasks.own.custom import task_from
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.stacked.data import SharedBatchIterator
+from esper.tolaria.stacked.data import Format, SharedBatchIterator
 from populations import Script, small_config
 
 STEPS = 3
@@ -73,8 +73,7 @@ def test_each_environment_trains_as_one_network_does_in_a_plain_loop(kind):
             np.array([key]),
             config.seed,
             config.data.batch_size,
-            task.inputs,
-            "cpu",
+            Format(task.inputs, torch.device("cpu")),
         )
         feed.reset(0)
         for _ in range(STEPS * config.data.batches_per_step):

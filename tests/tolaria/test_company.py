@@ -14,7 +14,7 @@ from esper.leyline.lifecycle.view import take
 from esper.tamiyo.rules.baselines import RandomValid
 from esper.tasks.repair import POOLS, SIZES, RepairSplit, describe, held_back, repair, sample
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.stacked.data import stack_splits
+from esper.tolaria.stacked.data import Format, stack_splits
 from populations import small_config
 
 SHORT = (1375, 2244, 31901)  # probe splits of 46, 46 and 121 examples; the second has a block that is frozen
@@ -117,8 +117,8 @@ def test_no_split_of_repair_is_longer_than_its_room():
 
 def test_rows_of_a_length_are_padded_alike_with_one_split_or_several():
     splits, row = [sample(key).probe for key in SHORT[1:]], np.array([0, 1, 0])
-    together = stack_splits(splits, row, (64,), torch.device("cpu"), length=200)
-    one = stack_splits(splits[:1], np.zeros(2, np.int64), (64,), torch.device("cpu"), length=200)
+    together = stack_splits(splits, row, Format((64,), torch.device("cpu")), length=200)
+    one = stack_splits(splits[:1], np.zeros(2, np.int64), Format((64,), torch.device("cpu")), length=200)
     for mine, theirs in zip(one[:4], together[:4], strict=True):
         assert torch.equal(mine[0], theirs[0])
     assert together.real.sum(1).tolist() == [46, 121, 46]
@@ -127,7 +127,7 @@ def test_rows_of_a_length_are_padded_alike_with_one_split_or_several():
 def test_a_split_that_is_longer_than_the_room_is_refused():
     probe = sample(SHORT[2]).probe
     with pytest.raises(InputError, match="a split has 121 examples, more than the 120 that every row"):
-        stack_splits([probe], np.zeros(2, np.int64), (64,), torch.device("cpu"), length=120)
+        stack_splits([probe], np.zeros(2, np.int64), Format((64,), torch.device("cpu")), length=120)
 
 
 def test_an_instance_that_runs_by_itself_is_bitwise_the_same_at_another_index(monkeypatch):

@@ -12,7 +12,7 @@ from esper.leyline.data.keys import Purpose, key, permutations
 from esper.leyline.data.task import Split
 from esper.leyline.errors import InputError
 from esper.leyline.text import counted
-from esper.tolaria.stacked.data import SharedBatchIterator
+from esper.tolaria.stacked.data import Format, SharedBatchIterator
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ def make(instance, *, examples=23, batch=5, seed=0, episode=0):
     numbers = torch.arange(examples)
     split = Split(torch.stack([numbers, -numbers], 1).float(), numbers)
     feed = SharedBatchIterator(
-        [split], np.zeros(len(instance), np.int64), np.asarray(instance, np.int64), seed, batch, (2,), CPU
+        [split], np.zeros(len(instance), np.int64), np.asarray(instance, np.int64), seed, batch, Format((2,), CPU)
     )
     feed.reset(episode)
     return feed
@@ -69,7 +69,9 @@ def test_features_and_labels_belong_together():
 
 def test_targets_with_columns_keep_them():
     y = torch.arange(36).float().view(12, 3)
-    feed = SharedBatchIterator([Split(y[:, :1].clone(), y)], np.zeros(2, np.int64), np.arange(2), 0, 4, (1,), CPU)
+    feed = SharedBatchIterator(
+        [Split(y[:, :1].clone(), y)], np.zeros(2, np.int64), np.arange(2), 0, 4, Format((1,), CPU)
+    )
     feed.reset(0)
     x, target = next(feed)
     assert target.shape == (2, 4, 3)
@@ -149,7 +151,7 @@ def test_rows_of_different_data_sets_see_what_each_sees_alone_and_narrower_input
     splits = [Split(torch.rand(n, d), torch.arange(n)) for n, d in zip(sizes, widths, strict=True)]
 
     def feed(splits, row, instance, inputs):
-        made = SharedBatchIterator(splits, np.array(row), np.array(instance), 3, 4, (inputs,), CPU)
+        made = SharedBatchIterator(splits, np.array(row), np.array(instance), 3, 4, Format((inputs,), CPU))
         made.reset(1)
         return made
 
@@ -168,7 +170,7 @@ def test_a_feed_of_different_data_sets_can_be_set_to_any_position():
     splits = [Split(torch.arange(n).float()[:, None], torch.arange(n)) for n in (23, 9)]
 
     def feed():
-        made = SharedBatchIterator(splits, np.array([0, 1]), np.array([0, 1]), 0, 4, (1,), CPU)
+        made = SharedBatchIterator(splits, np.array([0, 1]), np.array([0, 1]), 0, 4, Format((1,), CPU))
         made.reset(0)
         return made
 
@@ -193,7 +195,7 @@ def test_whole_numbers_are_held_in_32_bits_where_they_fit_and_batches_have_64():
 
     def feed(x, y):
         split = Split(x, y)
-        return SharedBatchIterator([split], np.zeros(2, int), np.arange(2), 0, 5, (2,), torch.device("cpu"))
+        return SharedBatchIterator([split], np.zeros(2, int), np.arange(2), 0, 5, Format((2,), CPU))
 
     narrow, other = feed(tokens, torch.arange(20)), feed(tokens, wide)
     assert (narrow.x.dtype, narrow.y.dtype, other.y.dtype) == (torch.int32, torch.int32, torch.int64)

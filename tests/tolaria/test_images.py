@@ -19,7 +19,7 @@ from esper.tasks.hosts.factories import CNN
 from esper.tasks.own.custom import task_from
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.measure.probe import for_positions
-from esper.tolaria.stacked.data import SharedBatchIterator, draws, stack_splits, varied
+from esper.tolaria.stacked.data import Format, SharedBatchIterator, draws, stack_splits, varied
 from pictures import HOST, INPUTS, PIXELS, drawn, pictures
 from populations import Script, small_config
 
@@ -30,7 +30,12 @@ VARIED = Pixels((100.0, 120.0), (50.0, 60.0), pad=2, flip=True)
 def feed(instance, pixels=PIXELS, batch=12):
     split = drawn(40)
     made = SharedBatchIterator(
-        [split], np.zeros(len(instance), np.int64), np.asarray(instance, np.int64), 0, batch, INPUTS, CPU, pixels
+        [split],
+        np.zeros(len(instance), np.int64),
+        np.asarray(instance, np.int64),
+        0,
+        batch,
+        Format(INPUTS, CPU, pixels=pixels),
     )
     made.reset(0)
     return made
@@ -70,7 +75,7 @@ def test_the_batch_of_a_part_is_that_part_of_the_batch():
 
 def test_examples_that_measure_are_bytes_until_they_are_read_and_are_never_varied():
     split = drawn(10)
-    examples = stack_splits([split], np.zeros(3, np.int64), INPUTS, CPU, VARIED)
+    examples = stack_splits([split], np.zeros(3, np.int64), Format(INPUTS, CPU, pixels=VARIED))
     assert examples.x.dtype == torch.uint8
     read = examples.read(slice(2, 6))
     assert read.shape == (3, 4, *INPUTS)

@@ -16,7 +16,7 @@ from esper.tasks.hosts.factories import MLP
 from esper.tasks.objectives import Classification
 from esper.tasks.own.custom import task_from
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.stacked.data import SharedBatchIterator
+from esper.tolaria.stacked.data import Format, SharedBatchIterator
 from populations import MENU, small_config
 
 PARTS = ("train", "probe", "validation", "test")
@@ -163,7 +163,7 @@ def test_the_command_says_in_one_line_what_it_leaves_out(tmp_path, monkeypatch, 
 def test_the_examples_of_the_last_batches_that_are_not_finite_are_found_as_by_looking_at_each(taken, batches):
     sizes, row, instance = (23, 16), np.array([0, 1, 0, 1]), np.array([4, 5, 6, 5])
     splits = [Split(torch.arange(n)[:, None].expand(n, 2).clone().float(), torch.arange(n)) for n in sizes]
-    feed = SharedBatchIterator(splits, row, instance, 0, 5, (2,), torch.device("cpu"))
+    feed = SharedBatchIterator(splits, row, instance, 0, 5, Format((2,), torch.device("cpu")))
     feed.reset(3)
     seen = [next(feed)[1] for _ in range(taken)]
     for number, rows in enumerate(([1, 8, 20], [0, 3])):  # what was loaded is damaged afterwards
@@ -185,8 +185,7 @@ def test_the_feed_goes_on_as_if_nobody_had_asked():
             np.arange(2),
             0,
             5,
-            (1,),
-            torch.device("cpu"),
+            Format((1,), torch.device("cpu")),
         )
         made.reset(0)
         return made

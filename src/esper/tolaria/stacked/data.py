@@ -5,7 +5,7 @@ channels last in memory, and as bytes if they were given as bytes.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -31,6 +31,16 @@ LISTED = 2**16
 """Most examples whose order of an epoch is drawn as a whole, which takes 8 bytes for each example and row."""
 
 
+class Format(NamedTuple):
+    """Says how examples are held on a device, and how hosts read them."""
+
+    inputs: Shapes  # the shape of the widest input
+    device: torch.device
+    dtype: torch.dtype = torch.float32  # of the hosts, to which floating-point features and targets are cast
+    pixels: Pixels | None = None
+    scaling: Scaling | None = None  # of features, which are scaled once, here
+
+
 class RowExamples(NamedTuple):
     """Holds a split of every row. Rows with fewer examples or narrower inputs than others are padded with 0."""
 
@@ -54,22 +64,12 @@ class RowExamples(NamedTuple):
         return (x if self.pixels is None else self.pixels.read(x, self.size.dtype)).expand(len(self.x), *x.shape[1:])
 
 
-def stack_splits(
-    splits: Sequence[Split],
-    row: Indices,
-    inputs: Shapes,
-    device: torch.device,
-    pixels: Pixels | None = None,
-    length: int | None = None,
-    scaling: Scaling | None = None,
-    dtype: torch.dtype | None = None,
-) -> RowExamples:
+def stack_splits(splits: Sequence[Split], row: Indices, format: Format, length: int | None = None) -> RowExamples:
     """Stack the splits of data sets as the examples of rows.
 
-    row (E,) names the split of each row; inputs is the shape of the widest input. Floating-point features and targets are cast
-    to `dtype`, that of the hosts; None means torch's default dtype. With `length`, every row is padded to that many examples and
-    `real` is always given, so that the numbers of a row do not depend on the other splits. Without it, rows are as long as the
-    longest split. Features are scaled once, here. Raises InputError if a split is longer than `length`.
+    row (E,) names the split of each row. With `length`, every row is padded to that many examples and `real` is always given, so
+    that the numbers of a row do not depend on the other splits. Without it, rows are as long as the longest split. Raises
+    InputError if a split is longer than `length`.
     """
     splits, places = distinct_splits(splits)
     row = places[row]
@@ -80,8 +80,8 @@ def stack_splits(
             f"a split has {longest:,} examples, more than the {length:,} that every row of the mixture has room for; "
             "give it fewer, or raise the lengths of the mixture's room"
         )
-    dtype = dtype or torch.get_default_dtype()
-    pooled = _pool(splits, length or longest, inputs, device, scaling, dtype)
+    device, dtype, pixels = format.device, format.dtype, format.pixels
+    pooled = _pool(splits, length or longest, format)
     if len(splits) == 1 and length is None:
         x, y = map_leaves(lambda leaf: leaf[0].expand(len(row), *leaf.shape[1:]), pooled.x), pooled.y[0]
         size = torch.full((len(row), 1), len(y), dtype=dtype, device=device)
@@ -184,21 +184,17 @@ class SharedBatchIterator:
         instance: Indices,
         seed: int,
         batch_size: int,
-        inputs: Shapes,
-        device: torch.device,
-        pixels: Pixels | None = None,
-        scaling: Scaling | None = None,
+        format: Format,
         weights: Sequence[Tensor] | None = None,
-        dtype: torch.dtype | None = None,
         source: Source | None = None,
         read_ahead: int = 0,
         batches: int = sys.maxsize,
     ) -> None:
         """row (E,) names the split of each row, instance (E,) the key of its order.
 
-        Floating-point tensors have `dtype`, or torch's default dtype. With a `source`, each batch is read from it, up to
-        `read_ahead` batches before it is needed and none after the `batches` of an episode, and the one split holds only its
-        first examples. Raises InputError if a split has fewer examples than a batch.
+        With a `source`, each batch is read from it, up to `read_ahead` batches before it is needed and none after the `batches`
+        of an episode, and the one split holds only its first examples. Raises InputError if a split has fewer examples than a
+        batch.
         """
         splits, places = distinct_splits(splits)
         row = places[row]
@@ -210,11 +206,9 @@ class SharedBatchIterator:
                 f"the train split has {counted(least, 'example')}, fewer than data.batch_size ({batch_size}); "
                 f"set data.batch_size to {least} or less, or bring more data"
             )
-        self._dtype = dtype or torch.get_default_dtype()
-        self._device = device
-        pool = partial(_pool, inputs=inputs, scaling=scaling, dtype=self._dtype)
+        self._format, device = format, format.device
         longest = max(len(split.y) for split in splits)
-        self.x, self.y = _flat(pool(splits, longest, device=device))
+        self.x, self.y = _flat(_pool(splits, longest, format))
         self._types, self._type = map_leaves(lambda leaf: leaf.dtype, self.x), self.y.dtype
         self.reader = None
         if source is None:
@@ -223,7 +217,7 @@ class SharedBatchIterator:
         else:
             self.reader = BatchReader(
                 source,
-                partial(_laid_out, pool),
+                partial(_laid_out, format._replace(device=torch.device("cpu"))),
                 ahead=read_ahead,
                 batches=batches,
                 pinned=device.type == "cuda",
@@ -232,10 +226,10 @@ class SharedBatchIterator:
         if weights is not None:
             assert source is None, "examples that are read by batch have no weights"
             padded = torch.cat([F.pad(each, (0, longest - len(each))) for each in weights])
-            self._weights = padded.to(device, self._dtype)
-        self.pixels = pixels
-        if pixels is not None:
-            self._canvas = torch.tensor(pixels.mean).round().to(torch.uint8).to(device)  # (C,) the border
+            self._weights = padded.to(device, format.dtype)
+        self.pixels = format.pixels
+        if self.pixels is not None:
+            self._canvas = torch.tensor(self.pixels.mean).round().to(torch.uint8).to(device)  # (C,) the border
         self._set, self._sets = row, len(splits)
         offset = torch.from_numpy(row * longest).to(device)[:, None, None] if len(splits) > 1 else None
         self._instance, self._seed = instance, seed
@@ -272,12 +266,12 @@ class SharedBatchIterator:
             )
         if self.pixels is not None and self.pixels.varies:
             keys = key(self._seed, Purpose.AUGMENT, self._instance, self._episode, self.batch)
-            self._drawn = draws(keys, self.batch_size, self._device)
+            self._drawn = draws(keys, self.batch_size, self._format.device)
         self.batch += 1
 
     def _sent(self, read: Tensor) -> Tensor:
         """Return what was read, on the device; the copy does not block if its memory is pinned."""
-        return read.to(self._device, non_blocking=True)
+        return read.to(self._format.device, non_blocking=True)
 
     def of(self, part: slice) -> tuple[Batch, Tensor]:
         """Return the present batch of some rows: leaves x (n, B, ...), y (n, B, ...)."""
@@ -291,7 +285,7 @@ class SharedBatchIterator:
         if self.pixels is not None and self.pixels.varies:
             images = varied(images, self._drawn[part].reshape(-1), self.pixels, self._canvas)
         x = images.unflatten(0, index.shape).movedim(-1, 2)
-        return x if self.pixels is None else self.pixels.read(x, self._dtype), y
+        return x if self.pixels is None else self.pixels.read(x, self._format.dtype), y
 
     def weights_of(self, part: slice) -> Tensor | None:
         """Return (n, B) weights of the examples of the present batch of some rows; None if all have the same weight."""
@@ -302,7 +296,7 @@ class SharedBatchIterator:
 
     def finite(self) -> Tensor:
         """Return (E,) bool, on the device: whether all resident data of each row are finite. Those of a source always are."""
-        sound = torch.ones(self._sets, dtype=torch.bool, device=self._device)
+        sound = torch.ones(self._sets, dtype=torch.bool, device=self._format.device)
         for resident in (*leaves(self.x), self.y):
             if self.reader is None and resident.is_floating_point():
                 sound &= resident.reshape(self._sets, -1).isfinite().all(1)
@@ -360,15 +354,9 @@ def distinct_splits(splits: Sequence[Split]) -> tuple[list[Split], Indices]:
     return list(distinct.values()), np.array([place[id(split.x), id(split.y)] for split in splits])
 
 
-def _pool(
-    splits: Sequence[Split],
-    length: int,
-    inputs: Shapes,
-    device: torch.device,
-    scaling: Scaling | None,
-    dtype: torch.dtype,
-) -> Split:
+def _pool(splits: Sequence[Split], length: int, format: Format) -> Split:
     """Stack all data sets: leaves x (I, N, *shape), scaled, and y (I, N, ...) for a length N, padded with 0."""
+    inputs, device, dtype, _, scaling = format
     xs, ys = [], []
     for split in splits:
         read = split.x if scaling is None else scaling.read(one_tensor(split.x, "scaling"))
@@ -391,9 +379,9 @@ def _pool(
     return Split(map_leaves(stacked, *xs), torch.stack(ys).to(device))
 
 
-def _laid_out(pool: Callable[..., Split], split: Split) -> Split:
+def _laid_out(format: Format, split: Split) -> Split:
     """Return examples that were read (n, ...) as the device receives them. Workers call it, so it can be pickled."""
-    return _flat(pool([split], len(split.y), device=torch.device("cpu")))
+    return _flat(_pool([split], len(split.y), format))
 
 
 def _flat(pooled: Split) -> Split:

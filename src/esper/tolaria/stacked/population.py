@@ -63,7 +63,7 @@ from esper.tolaria.runtime import (
     use_deterministic_kernels,
 )
 from esper.tolaria.stacked.compiling import PassBatch, Passes, PassLoss, check_divisible
-from esper.tolaria.stacked.data import RowExamples, SharedBatchIterator, distinct_splits, stack_splits
+from esper.tolaria.stacked.data import Format, RowExamples, SharedBatchIterator, distinct_splits, stack_splits
 from esper.tolaria.stacked.optimizer import MOMENTS, GradScaler, StepUpdates, Updates, forget_skipped
 
 
@@ -94,7 +94,7 @@ class ResidentData:
         row = self.row = np.array([list(problems).index(each) for each in objects])[which]
         self.problems = [self._checked(name, problem) for name, problem in problems.values()]
         # the source is what training examples are read from by batch
-        pixels, scaling, source = self.problems[0].pixels, self.problems[0].scaling, self.problems[0].source
+        first, source = self.problems[0], self.problems[0].source
         read = {(each.pixels, id(each.scaling), id(each.source)) for each in self.problems}
         assert len(read) == 1, "all instances must read bytes in the same way, and share their scaling and their source"
         if source is not None and config.data.nonfinite == "skip":
@@ -105,15 +105,16 @@ class ResidentData:
         trains = [problem.train for problem in self.problems]
         weights = [each.weights for each in self.problems if each.weights is not None]
         assert len(weights) in (0, len(trains)), "either all instances have weights or none"
+        self.format = Format(task.inputs, device, dtype, first.pixels, first.scaling)
         self.feed = SharedBatchIterator(
             trains,
             row,
             instance,
             config.seed,
             config.data.batch_size,
-            task.inputs,
-            device,
-            *(pixels, scaling, weights or None, dtype, source),
+            self.format,
+            weights or None,
+            source,
             read_ahead=config.data.read_ahead,
             batches=config.steps * config.data.batches_per_step,
         )
@@ -138,11 +139,10 @@ class ResidentData:
 
     def stacked(self, splits: Sequence[Split], row: Indices, part: str) -> RowExamples:
         """Move splits to the device; row (R,) names the split of each. In a mixture they are padded to the length of `part`."""
-        lengths, first = self.task.lengths, self.problems[0]
-        length = None
+        lengths, length = self.task.lengths, None
         if lengths is not None:
             length = {"sensed": SENSED, "probe": lengths.probe, "held": lengths.held}[part]
-        return stack_splits(splits, row, self.task.inputs, self.device, first.pixels, length, first.scaling, self.dtype)
+        return stack_splits(splits, row, self.format, length)
 
     def _checked(self, name: int, problem: Instance) -> Instance:
         """Return a problem whose splits are finite and whose host runs on them. Raises InputError if it is not such a problem."""
