@@ -713,10 +713,7 @@ def _choose_rows(body: Body, edits: Edits, seeds: Seeds, fit: RowExamples, objec
         row = int(np.flatnonzero(body.envs[at] == env)[0])
         seed = body.seed_module(seeds, env, slot)
         u = sample.before if layout.menu[blueprint].tap == Tap.BEFORE else sample.stream
-        reads, writes = (
-            body.table.taps[env, slot, BEFORE if u is sample.before else HERE],
-            body.table.taps[env, slot, HERE],
-        )
+        reads, writes = body.table.widths_of(env, slot, blueprint)
         real = slice(None) if sample.real is None else sample.real[env]
         assert sample.gradient is not None, "it was asked for"
         with torch.no_grad():
