@@ -151,7 +151,7 @@ def test_branches_compute_what_the_network_does_at_their_doses():
 
 def test_a_restored_row_is_bitwise_what_it_was_and_its_neighbours_stay():
     body, seeds = populated(3, stage=Stage.FOSSILIZED)
-    kept = Snapshot(body, seeds)
+    kept = Snapshot(body, seeds, 0)
     kept.take(seeds, np.ones(3, bool), 1)
     x = torch.randn(3, 7, *HOST.inputs)
     before = body.run(x, body.route(doses(seeds), seeds)).output
@@ -159,7 +159,7 @@ def test_a_restored_row_is_bitwise_what_it_was_and_its_neighbours_stay():
         for stack in (body.host, *body.stacks.values()):
             stack.columns["value"].add_(0.1)
     moved = body.run(x, body.route(doses(seeds), seeds)).output
-    seeds = kept.put_back(seeds, np.array([False, True, False]), kept.seeds)
+    seeds = kept.put_back(seeds, np.array([False, True, False]))
     after = body.run(x, body.route(doses(seeds), seeds)).output
     assert torch.equal(after[1], before[1])
     assert torch.equal(after[[0, 2]], moved[[0, 2]])

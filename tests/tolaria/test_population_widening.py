@@ -178,8 +178,7 @@ def test_a_row_is_restored_to_a_snapshot_from_before_a_widening_as_it_computed_t
             assert Stage.FOSSILIZED in seeds.stage
             before = computed(engine, seeds, x)[6:]  # as exported
         view, _ = engine.step(client.act(view))
-    kept = keeper.seeds._replace(stage=np.where(seeds.stage == Stage.FOSSILIZED, seeds.stage, np.int8(Stage.DORMANT)))
-    restored = keeper.put_back(engine.state.seeds, every, kept)
+    restored = keeper.put_back(engine.state.seeds, every)
     assert engine.population.widened == 1
     assert torch.allclose(computed(engine, restored, x)[6:], before, rtol=0, atol=1e-9)
 

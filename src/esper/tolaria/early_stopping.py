@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.kasmina.lifecycle import uprooted
 from esper.leyline.config.tree import Config
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
 from esper.leyline.lifecycle.view import Bools, Floats, Seeds
@@ -27,7 +26,7 @@ class EarlyStopping:
 
     def __init__(self, keeper: Keeper, environment: NDArray[np.int64], config: Config) -> None:
         """Start without a best state. environment (E,): of each row; its twin and its padding stop with it."""
-        self.patience, self.embargo = config.early_stopping.patience, config.lifecycle.embargo
+        self.patience = config.early_stopping.patience
         self.keeper, rows = keeper, len(keeper.step)
         self.score = np.full(rows, -np.inf)  # (E,) best validation score so far; -inf where none was finite
         self.latest = np.zeros(rows, np.int64)  # (E,) last step at which the score improved or a seed was fossilized
@@ -66,8 +65,7 @@ class EarlyStopping:
 
     def restore(self, seeds: Seeds) -> Seeds:
         """Restore every row to its best state, without live and incubating seeds. Returns the seeds of all rows."""
-        rows = np.ones(len(self.score), bool)
-        return self.keeper.put_back(seeds, rows, uprooted(self.keeper.seeds, rows, self.embargo))
+        return self.keeper.put_back(seeds, np.ones(len(self.score), bool))
 
     def state(self, step: int) -> dict[str, Any]:
         """Return the scores, the steps and the snapshots, as a tree of arrays, after `step` steps of the episode."""

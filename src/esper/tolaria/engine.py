@@ -508,7 +508,7 @@ class Engine(Generic[P]):
         found = governor.inspect(before, state.seeds, measured.signs)
         rows = found != Vital.GOOD
         if rows.any():
-            state.seeds = governor.put_back(state.seeds, rows)
+            state.seeds = governor.keeper.put_back(state.seeds, rows)
             sensors = bool(self.config.probe.sensors_every)
             again = measure(self.population, state.seeds, state.measurements, state.step, sensors=sensors, finite=True)
             measured = measured.replaced(again, rows)

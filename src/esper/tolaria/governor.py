@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.kasmina.lifecycle import doses, uprooted
+from esper.kasmina.lifecycle import doses
 from esper.leyline.config.tree import GovernorConfig, GrowthConfig
 from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.lifecycle.masks import allowed
@@ -159,9 +159,7 @@ class Governor:
 
     def __init__(self, keeper: Keeper, real: int, config: GrowthConfig) -> None:
         """real: number of rows that are counted, from the first; the padding rows after them are not."""
-        self.config, self.embargo = config.governor, config.lifecycle.embargo
-        self.max_seeds = config.lifecycle.max_seeds
-        self.keeper = keeper
+        self.config, self.max_seeds, self.keeper = config.governor, config.lifecycle.max_seeds, keeper
         rows = len(keeper.step)
         self.history = VitalHistory.empty(np.full(rows, np.nan), config.governor.loss_window)
         self.record = GovernorRecord.empty(rows)
@@ -200,14 +198,6 @@ class Governor:
             return np.full(len(after.stage), Vital.GOOD, np.int8)
         self.history, found = examine(self.history.restart(lowered(before, after)), signs, self.config)
         return found
-
-    def put_back(self, seeds: Seeds, rows: Bools) -> Seeds:
-        """Restore the rows that are marked in `rows` (E,) to their last snapshots. Returns the seeds of all rows.
-
-        Hosts, fossilized seeds, ages and embargos are those of the snapshot. Seeds that were live or incubating at the
-        snapshot are pruned.
-        """
-        return self.keeper.put_back(seeds, rows, uprooted(self.keeper.seeds, rows, self.embargo))
 
     def resume(self, found: Verdicts, signs: Signs) -> None:
         """Count the rows that were rolled back, and restart their histories with the signs of the restored rows."""

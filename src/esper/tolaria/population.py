@@ -86,11 +86,10 @@ class Keeper(Protocol):
     def take(self, seeds: Seeds, rows: Bools, step: int) -> None:
         """Save some rows, (R,) bool, as they are after `step` steps."""
 
-    def put_back(self, seeds: Seeds, rows: Bools, kept: Seeds) -> Seeds:
-        """Restore some rows, (R,) bool, to their snapshots, bit for bit; return the seeds of all rows, with those of
-        `kept` there.
+    def put_back(self, seeds: Seeds, rows: Bools) -> Seeds:
+        """Restore some rows, (R,) bool, to their snapshots, bit for bit; return the seeds of all rows.
 
-        `kept` (R, S) is `self.seeds` without the seeds that are not to be restored.
+        Hosts, fossilized seeds, ages and embargos are those of the snapshot. Seeds that were live or incubating then are pruned.
         """
 
     def state(self, now: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from esper.kasmina.lifecycle import Edits, doses, exported
+from esper.kasmina.lifecycle import Edits, doses, exported, uprooted
 from esper.kasmina.stack.layout import HostTable
 from esper.leyline.config.tree import Config
 from esper.leyline.data.keys import Purpose, key
@@ -140,7 +140,7 @@ class FormulaPopulation:
 
     def keeper(self, seeds: Seeds) -> Keeper:
         """Make a keeper of snapshots of seeds, which are the whole state of a row."""
-        return _SeedSnapshots(seeds)
+        return _SeedSnapshots(seeds, self.config.lifecycle.embargo)
 
     def snapshot(self) -> dict[str, Any]:
         """Return the number of training steps."""
@@ -172,16 +172,16 @@ class FormulaPopulation:
 class _SeedSnapshots:
     """Keeps snapshots of the seeds of every row; implements `tolaria.population.Keeper`."""
 
-    def __init__(self, seeds: Seeds) -> None:
-        self.seeds = seeds
+    def __init__(self, seeds: Seeds, embargo: int) -> None:
+        self.seeds, self.embargo = seeds, embargo
         self.step = np.full(len(seeds.stage), -1, np.int64)
 
     def take(self, seeds: Seeds, rows: Bools, step: int) -> None:
         self.seeds = choose(rows, seeds, self.seeds)
         self.step[rows] = step
 
-    def put_back(self, seeds: Seeds, rows: Bools, kept: Seeds) -> Seeds:
-        found: Seeds = choose(rows, kept, seeds)
+    def put_back(self, seeds: Seeds, rows: Bools) -> Seeds:
+        found: Seeds = choose(rows, uprooted(self.seeds, rows, self.embargo), seeds)
         return found
 
     def state(self, now: int) -> dict[str, Any]:

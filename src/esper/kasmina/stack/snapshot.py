@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from esper.kasmina.lifecycle import edits
+from esper.kasmina.lifecycle import edits, uprooted
 from esper.kasmina.stack.body import Body
 from esper.kasmina.stack.plan import Indices
 from esper.kasmina.stack.rows import Columns, Stack, picked_columns
@@ -59,8 +59,8 @@ class _Kept(Columns):
 class Snapshot:
     """Keeps a snapshot of each row, taken at the last healthy step of the row; a `tolaria.population.Keeper`."""
 
-    def __init__(self, body: Body, seeds: Seeds) -> None:
-        self.seeds = seeds
+    def __init__(self, body: Body, seeds: Seeds, embargo: int) -> None:
+        self.seeds, self.embargo = seeds, embargo
         self.step = np.full(len(seeds.stage), -1, np.int64)  # (E,) steps taken when the row was saved
         self.begin(body)
 
@@ -101,8 +101,8 @@ class Snapshot:
         self.seeds = choose(rows, seeds, self.seeds)
         self.step[rows] = step
 
-    def put_back(self, seeds: Seeds, rows: Bools, kept: Seeds) -> Seeds:
-        body = self._body
+    def put_back(self, seeds: Seeds, rows: Bools) -> Seeds:
+        body, kept = self._body, uprooted(self.seeds, rows, self.embargo)
         empty = seeds._replace(stage=np.where(rows[:, None], np.int8(Stage.DORMANT), seeds.stage))
         after: Seeds = choose(rows, kept, seeds)
         for old, new in ((seeds, empty), (empty, after)):

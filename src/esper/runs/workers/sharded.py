@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from esper.kasmina.host import drawn_host, dtype_of
-from esper.kasmina.lifecycle import Edits, dormant
+from esper.kasmina.lifecycle import Edits, dormant, uprooted
 from esper.kasmina.network.export import grown_network
 from esper.kasmina.stack.division import joined_bodies, joined_snapshots, picked_body, picked_snapshot
 from esper.kasmina.stack.layout import HostTable
@@ -401,13 +401,14 @@ class ShardedKeeper:
         self.seeds, self.step = seeds, np.full(len(seeds.stage), -1, np.int64)
 
     def take(self, seeds: Seeds, rows: Bools, step: int) -> None:
-        self._tell("take", seeds, rows, step)
+        self._tell("take", seeds, rows, [step])
         self.seeds = choose(rows, seeds, self.seeds)
         self.step[rows] = step
 
-    def put_back(self, seeds: Seeds, rows: Bools, kept: Seeds) -> Seeds:
-        self._tell("put_back", seeds, rows, kept)
-        return choose(rows, kept, seeds)
+    def put_back(self, seeds: Seeds, rows: Bools) -> Seeds:
+        self._tell("put_back", seeds, rows)
+        restored: Seeds = choose(rows, uprooted(self.seeds, rows, self._population.config.lifecycle.embargo), seeds)
+        return restored
 
     def state(self, now: int) -> dict[str, Any]:
         if self._population.remembers:
@@ -421,15 +422,13 @@ class ShardedKeeper:
         arguments = [[self.number, picked_snapshot(state, own), part] for own, part in zip(owners, parts, strict=True)]
         self._population.ask("load_keeper", arguments, kept=True)
 
-    def _tell(self, name: str, seeds: Seeds, rows: Bools, last: Any) -> None:
+    def _tell(self, name: str, seeds: Seeds, rows: Bools, more: Sequence[int] = ()) -> None:
         """Queue a command for the workers that hold some of the rows."""
         owners, parts = self._population.rows, self._population.parts_of(seeds)
         self._population.tell(
             name,
             [
-                [self.number, part, rows[own], take(last, own) if isinstance(last, Seeds) else last]
-                if rows[own].any()
-                else None
+                [self.number, part, rows[own], *more] if rows[own].any() else None
                 for own, part in zip(owners, parts, strict=True)
             ],
         )
@@ -513,8 +512,8 @@ class Shard:
     def take(self, keeper: int, seeds: Seeds, rows: Bools, step: int) -> None:
         self._keepers[keeper].take(self._seeds(seeds), self._marked(rows), step)
 
-    def put_back(self, keeper: int, seeds: Seeds, rows: Bools, kept: Seeds) -> None:
-        self._keepers[keeper].put_back(self._seeds(seeds), self._marked(rows), self._seeds(kept))
+    def put_back(self, keeper: int, seeds: Seeds, rows: Bools) -> None:
+        self._keepers[keeper].put_back(self._seeds(seeds), self._marked(rows))
 
     def keeper_state(self, keeper: int, now: int) -> Tree:
         return self._keepers[keeper].state(now)

@@ -36,7 +36,7 @@ from esper.kasmina.graft.stacks import (
     stack_of,
 )
 from esper.kasmina.graft.widening import resized
-from esper.kasmina.lifecycle import Edits, dormant, doses
+from esper.kasmina.lifecycle import Edits, dormant, doses, uprooted
 from esper.kasmina.stack.layout import HostTable
 from esper.leyline.config.tree import GrowthConfig
 from esper.leyline.data.keys import Purpose, scalar
@@ -774,10 +774,11 @@ class _Kept:
         self.moments = self.live.groups.moments(names)
         self.averages = [each.state() for each in self.live.averages]
 
-    def put_back(self, seeds: Seeds, rows: Bools, kept: Seeds) -> Seeds:
-        """Make the network what it was. Seeds that are not in `kept` are gone; the schedule goes on from where it is."""
+    def put_back(self, seeds: Seeds, rows: Bools) -> Seeds:
+        """Make the network what it was; the schedule goes on from where it is."""
         if not rows[0]:
             return seeds
+        kept = uprooted(self.seeds, rows, self.live.config.lifecycle.embargo)
         for slot, site in enumerate(self.live.sites):
             if kept.stage[0, slot] != Stage.FOSSILIZED and self.live.at(site.name) is not None:
                 self.live.free(site.name)

@@ -381,7 +381,7 @@ class StackedPopulation:
         return self.body.growth(slot, blueprint)
 
     def keeper(self, seeds: Seeds) -> Snapshot:
-        self._keepers.append(Snapshot(self.body, seeds))
+        self._keepers.append(Snapshot(self.body, seeds, self.config.lifecycle.embargo))
         return self._keepers[-1]
 
     def snapshot(self) -> dict[str, Any]:
