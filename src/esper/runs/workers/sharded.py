@@ -191,22 +191,24 @@ class ShardedPopulation:
             branches = branches._replace(env=self._place[branches.env])
             arguments.append([part, asked._replace(branches=branches, look=look)])
         # in float16 a probe takes the updates that were skipped off the counts of steps
-        parts = self.ask("probe", arguments, kept=asked.trained and self._scaled)
+        parts: list[Any] = [
+            Figures(*part) for part in self.ask("probe", arguments, kept=asked.trained and self._scaled)
+        ]
         found: dict[str, Any] = {
-            name: self._whole([part[name] for part in parts])
+            name: self._whole([getattr(part, name) for part in parts])
             for name in ("loss", "metric", "participation", "signs", "sensors", "finite")
         }
         for name in ("branch_loss", "branch_metric", "loss_rise", "metric_fall"):
-            found[name] = _scattered([part[name] for part in parts], chosen)
+            found[name] = _scattered([getattr(part, name) for part in parts], chosen)
         if asked.validation:
-            metric, loss = (self._whole([part["validation"][at] for part in parts]) for at in range(2))
+            metric, loss = (self._whole([part.validation[at] for part in parts]) for at in range(2))
             found["validation"] = metric, loss
         if asked.look is not None:
             places = [np.flatnonzero(looked == at) for at in range(len(self.rows))]
             having = [at for at, of in enumerate(places) if len(of)]
-            found["compared"] = _scattered([parts[at]["compared"] for at in having], [places[at] for at in having])
+            found["compared"] = _scattered([parts[at].compared for at in having], [places[at] for at in having])
         if asked.trained:
-            found["trained"] = self._trained([part["trained"] for part in parts])
+            found["trained"] = self._trained([TrainedFigures(*part.trained) for part in parts])
         return Figures(**found)
 
     def tainted(self, rows: Indices, step: int) -> list[int]:
@@ -365,28 +367,31 @@ class ShardedPopulation:
         fresh = [[part["fresh"][of] for of in part["fresh_of"]] for part in parts]
         self._fresh = [fresh[at][row] for at, row in zip(self._owner.tolist(), self._place.tolist(), strict=True)]
 
-    def _trained(self, parts: Sequence[Tree]) -> TrainedFigures:
+    def _trained(self, parts: Sequence[Any]) -> TrainedFigures:
         norms = None
-        if parts[0]["parameter_norms"] is not None:
-            norms = ParameterNorms(*(self._by_name([part["parameter_norms"][at] for part in parts]) for at in range(2)))
-        found = {name: self._whole([part[name] for part in parts]) for name in parts[0] if name != "parameter_norms"}
-        if found["skipped"] is not None:
-            self.skipped += found["skipped"]
-        return TrainedFigures(**found, parameter_norms=norms)
+        if parts[0].parameter_norms is not None:
+            norms = ParameterNorms(*(self._by_name([part.parameter_norms[at] for part in parts]) for at in range(2)))
+        of_rows = [part._replace(parameter_norms=None) for part in parts]
+        found = TrainedFigures(*(self._whole(each) for each in zip(*of_rows, strict=True)))
+        if found.skipped is not None:
+            self.skipped += found.skipped
+        return found._replace(parameter_norms=norms)
 
     def _by_name(self, parts: Sequence[Mapping[str, Floats]]) -> dict[str, Floats]:
         """Join arrays (n,) by name to arrays (R,), which are nan in the rows of a worker that does not have the name."""
         found: dict[str, Floats] = {}
         for part, rows in zip(parts, self.rows, strict=True):
             for name, values in part.items():
-                found.setdefault(name, np.full(len(self._owner), np.nan))[rows] = values
+                found.setdefault(name, np.full(len(self._owner), np.nan))[rows] = values[: len(rows)]
         return found
 
     # Rows.
 
     def _whole(self, parts: Sequence[Any]) -> Any:
-        """Join arrays (n, ...) of the workers to one of all rows; None if they are None."""
-        return None if parts[0] is None else _scattered(parts, self.rows)
+        """Join arrays (n, ...) of the workers, or longer ones with ghosts, to one of all rows; None if they are None."""
+        if parts[0] is None:
+            return None
+        return _scattered([part[: len(rows)] for part, rows in zip(parts, self.rows, strict=True)], self.rows)
 
     def _divided(self, rows: Indices) -> list[Indices]:
         """Return for each worker the indices of those of some rows (n,) that it holds."""
@@ -467,8 +472,8 @@ class Shard:
         space, fresh = population.space, {id(each): each for each in population.fresh[rows]}
         of_rows = ("cost", "width", "number", "instance", "floor", "ceiling", "frozen")
         return {
-            "table": {name: array[rows] for name, array in population.body.table.state().items()},
-            "space": {name: getattr(space, name)[rows] for name in of_rows},
+            "table": population.table.state(),
+            "space": {name: getattr(space, name) for name in of_rows},
             "shared": {"slots": space.slots, "fits": space.fits, "heads": space.heads},
             "scaled": population.scaler is not None,
             "reads": population.waits is not None,
@@ -487,22 +492,10 @@ class Shard:
     def train(self, seeds: Seeds, parameter_norms: bool) -> None:
         self._population.train(self._seeds(seeds), parameter_norms=parameter_norms)
 
-    def probe(self, seeds: Seeds, asked: ProbeRequest) -> Tree:
-        """Return the figures of the rows, and of the branches."""
+    def probe(self, seeds: Seeds, asked: ProbeRequest) -> Figures:
         if (look := asked.look) is not None:
             asked = asked._replace(look=np.concatenate([look, np.zeros((self._ghosts, look.shape[1]), bool)]))
-        found, rows = self._population.probe(self._seeds(seeds), asked)._asdict(), slice(0, self._rows)
-        for name in ("loss", "metric", "participation", "signs", "sensors", "finite"):
-            found[name] = None if found[name] is None else found[name][rows]
-        if found["validation"] is not None:
-            found["validation"] = [each[rows] for each in found["validation"]]
-        if (trained := found["trained"]) is not None:
-            norms, of_rows = trained.parameter_norms, trained._replace(parameter_norms=None)._asdict()
-            of_rows = {name: None if each is None else each[rows] for name, each in of_rows.items()}
-            if norms is not None:
-                of_rows["parameter_norms"] = [{name: each[rows] for name, each in part.items()} for part in norms]
-            found["trained"] = of_rows
-        return found
+        return self._population.probe(self._seeds(seeds), asked)
 
     # Snapshots of rows, by the number of their keeper.
 
@@ -541,14 +534,6 @@ class Shard:
         """Return that copy."""
         found: Tree = self._copy.tree()
         return found
-
-    # The networks as exported.
-
-    def evaluate(self, seeds: Seeds, split: Split | Sequence[Split]) -> list[Floats]:
-        return [each[: self._rows] for each in self._population.evaluate(self._seeds(seeds), split)]
-
-    def outputs(self, seeds: Seeds, split: Split) -> Floats:
-        return self._population.outputs(self._seeds(seeds), split)[: self._rows]
 
     def compiled(self) -> dict[str, float] | None:
         return self._population.compiled
