@@ -38,9 +38,8 @@ from esper.nissa.hub import Hub, Level
 from esper.nissa.outputs import QUEUED, Guarded, JsonLines, Output
 from esper.nissa.rows import LifecycleRow, Row
 from esper.tamiyo.catalog import get_controller, with_sensors
-from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.engine import Step, VectorizedEngine, decide
 from esper.tolaria.journal import Journal
-from esper.tolaria.play import Step, decide
 
 LEVELS: tuple[Level, ...] = ("off", "run", "step", "debug")
 TASKS = ("digits", "repair", "digits-narrow")

@@ -39,9 +39,8 @@ from esper.simic.rewards import get_reward
 from esper.tamiyo.policy.controller import Language, Policy
 from esper.tasks.catalog import get_task
 from esper.tasks.small import digits_narrow
-from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.engine import Observer, Step, VectorizedEngine, play
 from esper.tolaria.journal import Journal
-from esper.tolaria.play import Observer, Step, play
 from esper.tolaria.runtime import multiplies_bfloat16
 
 LEVELS = ("off", "run", "step", "debug")

@@ -11,9 +11,8 @@ from esper.leyline.protocols import Controller
 from esper.nissa.hub import Hub
 from esper.tasks.hosts.factories import MLP
 from esper.tasks.own.custom import task_from
-from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.engine import Decision, Step, VectorizedEngine
 from esper.tolaria.journal import Journal
-from esper.tolaria.play import Decision, Step
 
 MENU = ("bypass-linear", "bypass-mlp", "mlp-small")
 

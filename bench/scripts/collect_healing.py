@@ -31,8 +31,7 @@ from esper.runs.evaluation.evaluation import tested
 from esper.simic.rewards import objective
 from esper.tasks import repair
 from esper.tasks.hosts.factories import VECTOR_MENU
-from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.play import Observer, Step
+from esper.tolaria.engine import Observer, Step, VectorizedEngine
 from esper_bench import repair_tables as tables
 from esper_bench.controllers.healing_features import FEATURES, TAUGHT_FEATURES, slot_features, table
 from esper_bench.controllers.plans import (

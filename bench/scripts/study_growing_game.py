@@ -37,8 +37,7 @@ from esper.tamiyo.catalog import FOLDER, get_controller, with_sensors
 from esper.tamiyo.policy.actor import Learned
 from esper.tamiyo.policy.controller import Language, Policy, save_policy
 from esper.tamiyo.rules.baselines import Never
-from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.play import play
+from esper.tolaria.engine import VectorizedEngine, play
 from esper_bench.controllers.widening import (
     Planned,
     Planting,

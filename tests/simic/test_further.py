@@ -22,8 +22,7 @@ from esper.simic.rollout import Rollout, ShardedRollout
 from esper.tamiyo.policy.actor import Learned
 from esper.tamiyo.policy.controller import Language, Policy, load_policy, save_policy
 from esper.tamiyo.policy.network import GREEDY, Batch, judge
-from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.play import Observer, Until, play
+from esper.tolaria.engine import Observer, Until, VectorizedEngine, play
 from populations import blobs, small_config
 from teachers import Everywhere
 

@@ -18,8 +18,7 @@ from esper.simic.rollout import ShardedRollout
 from esper.tamiyo.policy.actor import Learned
 from esper.tamiyo.policy.controller import FACTS, Language, Policy, load_policy, save_policy
 from esper.tamiyo.policy.network import EMBEDDING, GREEDY, judge
-from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.play import Until, play
+from esper.tolaria.engine import Until, VectorizedEngine, play
 from populations import blobs, small_config
 from teachers import Everywhere
 

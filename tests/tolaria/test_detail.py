@@ -27,10 +27,9 @@ from esper.nissa.rows import (
 from esper.tamiyo.policy.actor import Learned
 from esper.tamiyo.policy.controller import Language, Policy
 from esper.tamiyo.rules.baselines import RandomValid
-from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.engine import Observer, VectorizedEngine
 from esper.tolaria.journal import Journal
 from esper.tolaria.measure.coalitions import attribute
-from esper.tolaria.play import Observer
 from populations import GROW, Memory, Script, blobs, small_config
 
 

@@ -18,9 +18,8 @@ from esper.nissa.hub import Hub
 from esper.nissa.rows import GradientsRow, PhasesRow
 from esper.runs.folder.resume import Opening
 from esper.runs.grow import grow
-from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.engine import Observer, VectorizedEngine
 from esper.tolaria.journal import Journal
-from esper.tolaria.play import Observer
 from journals import events
 from populations import GROW, Journalled, Memory, Script, blobs, small_config
 

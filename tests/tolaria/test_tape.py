@@ -13,8 +13,7 @@ from esper.leyline.lifecycle.stages import IN_BUDGET, among
 from esper.tamiyo.rules.baselines import RandomValid
 from esper.tasks.catalog import get_task
 from esper.tasks.objectives import MANY, Classification, Regression
-from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.play import play
+from esper.tolaria.engine import VectorizedEngine, play
 from thinning import thinned
 
 FREE = {

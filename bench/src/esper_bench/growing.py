@@ -24,8 +24,7 @@ from esper.leyline.lifecycle.view import Floats, Outcome, View
 from esper.simic.rewards import Components
 from esper.tasks.hosts.factories import MLP
 from esper.tasks.objectives import Classification
-from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.play import Observer, Step
+from esper.tolaria.engine import Observer, Step, VectorizedEngine
 from esper_bench.healing.data import CLASSES, INPUTS, SIZES, Problem, Subset, examples, one_of, problem
 from esper_bench.healing.unknown import KEYS as KEYS_BEFORE
 

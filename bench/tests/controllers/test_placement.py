@@ -17,9 +17,8 @@ from esper.leyline.lifecycle.verdicts import Refusal
 from esper.leyline.lifecycle.view import View
 from esper.tamiyo.catalog import find_controller, get_controller, with_sensors
 from esper.tasks.small import classical
-from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.engine import Observer, Step, VectorizedEngine, planted, play
 from esper.tolaria.measure.sensors import SENSORS
-from esper.tolaria.play import Observer, Step, planted, play
 from esper_bench.controllers.catalog import PLACEMENTS
 from esper_bench.controllers.handover import Handover
 from esper_bench.controllers.placement import Collapse, DriftRise, Picks, Placement, Uniform

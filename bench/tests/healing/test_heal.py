@@ -14,8 +14,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.stages import Stage
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
-from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.play import play
+from esper.tolaria.engine import VectorizedEngine, play
 from esper_bench.healing.damage import OTHER_PROBABILITIES, DamageKind, damage_split
 from esper_bench.healing.data import HEALING, Subset, examples
 from esper_bench.healing.heal import (

@@ -15,8 +15,7 @@ from esper.store.files import VARIABLE
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from esper.tasks.hosts.factories import host_from
 from esper.tasks.hosts.sequential import Transformer
-from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.play import play
+from esper.tolaria.engine import VectorizedEngine, play
 from esper_bench.controllers.placement import DriftRise
 from esper_bench.controllers.plans import FULL_HEAD, SPARSE_HEAD, SPARSE_ROWS, Plan
 from esper_bench.healing import byte_hosts, byte_text

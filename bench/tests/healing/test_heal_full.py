@@ -12,8 +12,7 @@ from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import View
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from esper.tasks.catalog import get_task
-from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.play import play
+from esper.tolaria.engine import VectorizedEngine, play
 from esper_bench.controllers.forest import Forests
 from esper_bench.controllers.healing_features import TAUGHT_FEATURES, slot_features, table
 from esper_bench.controllers.placement import Collapse, DriftRise, ParticipationDrop, Placement, Uniform

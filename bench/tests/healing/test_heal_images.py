@@ -24,8 +24,7 @@ from esper.leyline.lifecycle.view import sensor
 from esper.tamiyo.policy.packages import inner_slots
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from esper.tasks.hosts.factories import host_from
-from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.play import play
+from esper.tolaria.engine import VectorizedEngine, play
 from esper_bench.controllers.placement import DriftRise
 from esper_bench.controllers.plans import MIXED
 from esper_bench.healing.bridged import Bridged, BridgedCNN

@@ -35,8 +35,7 @@ from esper.runs.figures import test_splits
 from esper.runs.workers.sharded import ShardedEngine
 from esper.runs.workers.workers import ShardPool
 from esper.tamiyo.rules.baselines import Never
-from esper.tolaria.engine import TaskEngine, VectorizedEngine
-from esper.tolaria.play import Until, play
+from esper.tolaria.engine import TaskEngine, Until, VectorizedEngine, play
 
 Keys = NDArray[np.int64]
 Stop = Callable[[], bool]

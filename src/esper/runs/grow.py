@@ -42,9 +42,8 @@ from esper.store.disk import write_folder
 from esper.store.files import BEST, MODELS
 from esper.tamiyo.catalog import with_sensors
 from esper.tolaria.early_stopping import UNDER_WAY, stopping_figures
-from esper.tolaria.engine import TaskEngine, VectorizedEngine
+from esper.tolaria.engine import Decision, Observer, Step, TaskEngine, Until, VectorizedEngine, decide, play
 from esper.tolaria.journal import Journal
-from esper.tolaria.play import Decision, Observer, Step, Until, decide, play
 from esper.tolaria.runtime import PhaseTimer, Waits, resolve_device
 from esper.tolaria.stacked.population import check_place, label_of, sound_splits
 

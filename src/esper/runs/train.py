@@ -50,10 +50,9 @@ from esper.store.tensors import Tree
 from esper.tamiyo.catalog import FOLDER, get_controller
 from esper.tamiyo.policy.actor import Learned
 from esper.tamiyo.policy.controller import Language, Policy, save_policy
-from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.engine import Observer, Step, Until, VectorizedEngine, planted, play
 from esper.tolaria.governor import GovernorRecord
 from esper.tolaria.journal import Journal
-from esper.tolaria.play import Observer, Step, Until, planted, play
 from esper.tolaria.runtime import resolve_device
 from esper.tolaria.stacked.population import check_place, instance_keys
 

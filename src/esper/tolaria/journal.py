@@ -28,9 +28,8 @@ from esper.nissa.rows import (
     WideningRow,
 )
 from esper.tolaria.early_stopping import UNDER_WAY
-from esper.tolaria.engine import Engine, Trace
+from esper.tolaria.engine import Decision, Engine, Observer, Step, Trace
 from esper.tolaria.measure.coalitions import attribute
-from esper.tolaria.play import Decision, Observer, Step
 from esper.tolaria.population import Population
 from esper.tolaria.runtime import Waits
 from esper.tolaria.seed_history import GATES

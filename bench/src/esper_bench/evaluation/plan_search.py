@@ -24,7 +24,7 @@ from esper.runs.evaluation.contenders import (
     grow_contender,
 )
 from esper.runs.evaluation.evaluation import Arrays, EvaluationPart, Runner
-from esper.tolaria.play import Observer
+from esper.tolaria.engine import Observer
 from esper_bench.controllers.plans import Placed
 from esper_bench.evaluation.declared import SEARCHED
 from esper_bench.evaluation.plan_menu import Candidate, abreast, candidate_plans

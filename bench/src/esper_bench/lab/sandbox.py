@@ -20,10 +20,9 @@ from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import BlueprintInfo, Floats, Outcome, Seeds, View
 from esper.leyline.protocols import Controller, Reward
 from esper.simic.rewards import delta, total
-from esper.tolaria.engine import Engine
+from esper.tolaria.engine import Engine, Observer, Step
+from esper.tolaria.engine import play as play_episode
 from esper.tolaria.measure.measuring import unmeasured
-from esper.tolaria.play import Observer, Step
-from esper.tolaria.play import play as play_episode
 from esper.tolaria.population import row_environments
 from esper_bench.lab.formula import EpisodeDraw, FormulaPopulation, Process, trained_steps
 

@@ -18,8 +18,7 @@ from esper.leyline.errors import InputError, typed_line
 from esper.leyline.lifecycle.view import Outcome
 from esper.leyline.protocols import Controller, as_controller
 from esper.tamiyo.catalog import find_controller, get_controller, with_sensors
-from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.play import Observer, play
+from esper.tolaria.engine import Observer, VectorizedEngine, play
 
 ROWS = 64
 """Number of environments that are grown together. More would need more memory and would not be faster."""

@@ -44,8 +44,7 @@ from esper.store.files import EVALUATION
 from esper.store.lock import locked_folder
 from esper.store.tensors import Tree
 from esper.tamiyo.catalog import with_sensors
-from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.play import Observer, decide
+from esper.tolaria.engine import Observer, VectorizedEngine, decide
 from esper.tolaria.runtime import resolve_device
 from esper.tolaria.stacked.population import instance_keys
 

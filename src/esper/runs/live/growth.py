@@ -40,13 +40,12 @@ from esper.runs.live import growth_state
 from esper.runs.live.anytime import AnytimeGrowth
 from esper.runs.verdict import verdict_of_loop
 from esper.tamiyo.catalog import find_controller, with_sensors
-from esper.tolaria.engine import Engine
+from esper.tolaria.engine import Engine, decide
 from esper.tolaria.live.copies import Average
 from esper.tolaria.live.groups import Groups, unwrapped
 from esper.tolaria.live.population import GrowthMode, LivePopulation
 from esper.tolaria.live.probe import Batches, Loss, Probe, examples_in
 from esper.tolaria.live.ranks import Ranks, processes
-from esper.tolaria.play import decide
 
 LISTED = 500
 """Seeds that a summary lists as planted, kept or removed: a training without an end would make its saved state ever larger."""

@@ -34,8 +34,7 @@ from esper.leyline.text import counted
 from esper.runs.workers.transports import give_sign, unpickled
 from esper.runs.workers.workers import ShardPool, WorkerOptions, shared_facts
 from esper.store.tensors import StateCopy, Tree
-from esper.tolaria.engine import TaskEngine
-from esper.tolaria.play import Observer
+from esper.tolaria.engine import Observer, TaskEngine
 from esper.tolaria.population import (
     Figures,
     Indices,

@@ -33,7 +33,7 @@ from esper.leyline.distribution import pip_install
 from esper.leyline.errors import InputError, WorkerError, describe_error, typed_line
 from esper.leyline.lifecycle.view import View
 from esper.store.tensors import Tree, pack, unpack
-from esper.tolaria.play import Observer
+from esper.tolaria.engine import Observer
 
 if TYPE_CHECKING:  # torch.distributed exports them without their types
     from torch._C._distributed_c10d import FileStore, Store, TCPStore
