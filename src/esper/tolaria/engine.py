@@ -120,8 +120,9 @@ class Contributions(NamedTuple):
         last = (stage == Stage.FOSSILIZED) & ~fresh & (self.age >= 0)
         now = np.where(fresh, 0, -1).astype(np.int32)
         measurement = Contributions(measured.contribution, measured.contribution_loss, now)
-        kept: Contributions = map_arrays(lambda old, new: np.where(last, old, new), self, measurement)
-        return kept._replace(age=np.where(last, self.age + 1, now).astype(np.int32))
+        older = self._replace(age=self.age + 1)
+        kept: Contributions = map_arrays(lambda old, new: np.where(last, old, new), older, measurement)
+        return kept
 
 
 @brief
@@ -190,9 +191,8 @@ class Engine(Generic[P]):
         self.certifier = Certifier(population, config) if config.gates.certify is not None else None
         self.seed_history = SeedHistory()
         self.trace: Trace | None = None  # of the last step
-        self.further: list[
-            tuple[Actions, Verdicts]
-        ] = []  # decisions of that step behind its first, and what became of them
+        # decisions of that step behind its first, and a `Refusal` for each
+        self.further: list[tuple[Actions, Verdicts]] = []
         self.parameter_norms = False
 
     @property
