@@ -165,9 +165,7 @@ class PPO:
         None uses no such baseline.
         """
         self.policy, self.config, self.seed, self.group = policy, config, seed, group
-        self.exchange = (
-            Exchange()
-        )  # with the other workers, which do the same; this worker is alone until it is given one
+        self.exchange = Exchange()  # alone, until it is given one with other workers, which do the same
         self.round = 0  # of `update`
         self.begun = -1  # the first round whose returns differed by the floor of advantages; -1 before it
         self.updates = 0  # calls of `update` and `imitate`

@@ -386,27 +386,24 @@ class LivePopulation:
         A bypass with one hidden layer around two layers has the function that runs between these, so that it is further units.
         """
         site = self.sites[slot]
-        reads, function = self.readings[slot].widths[entry.tap], function or self.functions.get(site.name, RELU)
-        after = self.network.get_submodule(site.after)
-        like = next((p for p in (*after.parameters(), *self.host) if p.is_floating_point()), None)
-        if entry.copies:
-            counts: Mapping[str, Mapping[str, int]] = {}
-            if entry.copies == "beside":
-                units = self.units[site.name]
-                units = units._replace(
-                    number=number or units.number
-                )  # its submodule may have had fewer when it was planted
-                block, counts = narrow_copy(after, units, key), units.counted(units.number)
-            else:
-                block = copy_of_block(after, self.blocks[site.name])
-            recipe = Recipe(site, entry.name, reads, counts=counts)
-            with drawn_with(key):
-                own = seed_of(entry, recipe, blend, block)
-            own.units = 0 if entry.copies == "behind" else units.number
-            return own.train(after.training)
+        after, block = self.network.get_submodule(site.after), None
+        counts: Mapping[str, Mapping[str, int]] = {}
+        if entry.copies == "beside":
+            units = self.units[site.name]
+            number = number or units.number  # its submodule may have had fewer when it was planted
+            block, counts = narrow_copy(after, units._replace(number=number), key), units.counted(number)
+        elif entry.copies:
+            block = copy_of_block(after, self.blocks[site.name])
+        elif function is None:
+            function = self.functions.get(site.name)
+        recipe = Recipe(site, entry.name, self.readings[slot].widths[entry.tap], function or RELU, counts)
         with drawn_with(key):
-            made = seed_of(entry, Recipe(site, entry.name, reads, function), blend)
-        return (made if like is None else made.to(like.device, like.dtype)).train(after.training)
+            made = seed_of(entry, recipe, blend, block)
+        if block is not None:
+            made.units = number
+        elif (like := next((p for p in (*after.parameters(), *self.host) if p.is_floating_point()), None)) is not None:
+            made.to(like.device, like.dtype)
+        return made.train(after.training)
 
     def settle(self) -> None:
         """Replace the seats of every site by the seed that is planted in one of them, if there is one."""
