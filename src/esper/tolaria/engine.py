@@ -630,6 +630,7 @@ class VectorizedEngine(TaskEngine[StackedPopulation]):
         tree = self.population.snapshot()
         of_rows = {"body": picked_body(tree["body"], rows), "seeds": take(origin.seeds, rows)._asdict()}
         population.load({**tree, **of_rows}, origin.instance[rows], origin.episode)
+        population.skipped = np.zeros(len(rows), np.int64)  # those of the snapshot are of other rows
         state.episode, state.step, state.compute = origin.episode, origin.step, Compute.none(len(rows))
         for name in ("seeds", "measurements", "scores", "contributions"):
             setattr(state, name, take(getattr(origin, name), rows))
