@@ -166,6 +166,57 @@ class Trace(NamedTuple):
     widening: HiddenWidening | None = None  # of all hosts, after the training of the step
 
 
+class Decision(NamedTuple):
+    """Holds the decisions of a controller, and its reasons."""
+
+    actions: Actions  # (E,)
+    reasons: Sequence[str | None] | None  # (E,), if the controller gives reasons
+    judgement: Judgement | None = None  # if the controller is a policy
+    sensors: Mapping[Op, Sequence[str]] | None = None  # names of those that the controller looked at
+
+
+class Step(NamedTuple):
+    """Holds one step that was played."""
+
+    view: View  # the view that the decision was based on
+    outcome: Outcome
+    after: View  # the view for the next decision
+    seconds: float  # of the controller and the engine, without observers
+    deciding: float  # of the controller alone
+    decision: Decision  # the decision whose result is `outcome`
+    # further decisions of the step (E,), and a `Refusal` for each
+    further: Sequence[tuple[Actions, NDArray[np.int8]]] = ()
+
+
+class Observer:
+    """Follows an episode. Each method does nothing unless a subclass overrides it."""
+
+    def going(self, view: View) -> bool:
+        """Return whether the episode goes on, before each decision of an unfinished one; after False no other is asked."""
+        return True
+
+    def stepped(self, step: Step) -> None:
+        """Follow a step, once the controller has stored its outcome."""
+
+    def failed(self, view: View) -> None:
+        """Follow an error of the controller, which is raised again, instead of a decision. The engine is unchanged."""
+
+    def broken(self) -> None:
+        """Follow an error of a step of the engine, of which a part may have been done. The error is raised again."""
+
+
+class Until(Observer):
+    """Ends the playing when a function asks for it; `stopped` says whether it did."""
+
+    def __init__(self, asked: Callable[[], bool]) -> None:
+        self._asked = asked
+        self.stopped = False
+
+    def going(self, view: View) -> bool:
+        self.stopped = self._asked()
+        return not self.stopped
+
+
 class Engine(Generic[P]):
     """Plays episodes of E environments over any population.
 
@@ -471,7 +522,7 @@ class Engine(Generic[P]):
         self._accept(measured)
         return take(state.scores, slice(0, self.rows))
 
-    def run(self, client: Controller, *observers: "Observer", rounds: int = 1) -> None:
+    def run(self, client: Controller, *observers: Observer, rounds: int = 1) -> None:
         """Play whole episodes, one a round, with observers, and let the client learn after each."""
         client = as_controller(client)
         for _ in range(rounds):
@@ -657,57 +708,6 @@ class VectorizedEngine(TaskEngine[StackedPopulation]):
     def __repr__(self) -> str:
         name, config = self.population.task.name, self.config
         return f"VectorizedEngine(task={name!r}, envs={config.envs}, steps={config.steps}, device='{self.device}')"
-
-
-class Decision(NamedTuple):
-    """Holds the decisions of a controller, and its reasons."""
-
-    actions: Actions  # (E,)
-    reasons: Sequence[str | None] | None  # (E,), if the controller gives reasons
-    judgement: Judgement | None = None  # if the controller is a policy
-    sensors: Mapping[Op, Sequence[str]] | None = None  # names of those that the controller looked at
-
-
-class Step(NamedTuple):
-    """Holds one step that was played."""
-
-    view: View  # the view that the decision was based on
-    outcome: Outcome
-    after: View  # the view for the next decision
-    seconds: float  # of the controller and the engine, without observers
-    deciding: float  # of the controller alone
-    decision: Decision  # the decision whose result is `outcome`
-    # further decisions of the step (E,), and a `Refusal` for each
-    further: Sequence[tuple[Actions, NDArray[np.int8]]] = ()
-
-
-class Observer:
-    """Follows an episode. Each method does nothing unless a subclass overrides it."""
-
-    def going(self, view: View) -> bool:
-        """Return whether the episode goes on, before each decision of an unfinished one; after False no other is asked."""
-        return True
-
-    def stepped(self, step: Step) -> None:
-        """Follow a step, once the controller has stored its outcome."""
-
-    def failed(self, view: View) -> None:
-        """Follow an error of the controller, which is raised again, instead of a decision. The engine is unchanged."""
-
-    def broken(self) -> None:
-        """Follow an error of a step of the engine, of which a part may have been done. The error is raised again."""
-
-
-class Until(Observer):
-    """Ends the playing when a function asks for it; `stopped` says whether it did."""
-
-    def __init__(self, asked: Callable[[], bool]) -> None:
-        self._asked = asked
-        self.stopped = False
-
-    def going(self, view: View) -> bool:
-        self.stopped = self._asked()
-        return not self.stopped
 
 
 def planted(step: Step) -> int:
