@@ -117,7 +117,6 @@ class LivePopulation:
         # by site where a further block can be added: parameters of a copy of the site's block that are 0 at birth
         self.blocks: Mapping[str, tuple[str, ...]] = {}
         self.units: Mapping[str, Units] = {}  # by site where a narrow copy of the site's submodule can be added
-        self._blueprint_of: dict[str, int] = {}  # by site, of the seeds that are there
         self._handles: list[RemovableHandle] = []
         self._seats: list[Seat] = []  # of the network, while there are any
         self._due = False  # whether the gradients of seats of this backward pass are to be dropped at its end
@@ -326,12 +325,13 @@ class LivePopulation:
 
     def planted(self) -> dict[str, list[Any]]:
         """Return by site, in the order of the optimizer's groups, the blueprint, blend, function and units of the seed."""
-        found = {}
+        found, places = {}, {(entry.name, entry.kind): place for place, entry in enumerate(self.menu)}
         for name in self.groups.names():
             seed = self.at(name)
             assert seed is not None, "every group of a seed is that of one in the network"
-            function = RELU if seed.recipe is None else seed.recipe.function
-            found[name] = [self._blueprint_of[name], int(seed.blend), list(function), seed.units]
+            assert seed.recipe is not None, "it was made from one"
+            blueprint = places[seed.recipe.blueprint, seed.kind]
+            found[name] = [blueprint, int(seed.blend), list(seed.recipe.function), seed.units]
         return found
 
     def at(self, name: str) -> Planted | None:
@@ -364,7 +364,6 @@ class LivePopulation:
             plant(network, site.name, own)
         planted = self.at(site.name)
         assert planted is not None, "it was planted"
-        self._blueprint_of[site.name] = blueprint
         trained = {id(parameter) for parameter in planted.trained()}
         named = [(path, parameter) for path, parameter in planted.named_parameters() if id(parameter) in trained]
         block = own_parameters(self.network.get_submodule(site.after)) if entry.copies else {}
@@ -518,7 +517,6 @@ class LivePopulation:
                 planted.free()
             else:
                 uproot(network, name)
-        del self._blueprint_of[name]
         self.edited()
 
     def fold(self, name: str) -> str | None:
@@ -558,7 +556,6 @@ class LivePopulation:
         self.groups.join(name)  # its parameters stay in the optimizer
         for network in self.networks:
             uproot(network, name)
-        del self._blueprint_of[name]
         self.edited()
         stack, place = stack_of(sites_of(self.network)[name].after)
         moved = {each.name: moved_site(each, stack, place + 1) for each in self.sites}
