@@ -7,8 +7,9 @@ import pytest
 
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import BlueprintInfo, Scores, Seeds, Space, Transitions, View
-from esper.nissa.events import decode, encode, episode_rows, lifecycle_rows
+from esper.nissa.events import decode, encode
 from esper.nissa.rows import EpisodeRow, LifecycleRow, MeasurementRow, RollbackRow, RunRow, StepRow
+from esper.tolaria.journal import episode_rows, lifecycle_rows
 
 ENVS, SLOTS = 2, 3
 
@@ -85,7 +86,7 @@ def changes(before: Seeds, after: Seeds) -> Transitions:
 
 
 def rows_between(before: Seeds, after: Seeds) -> list[LifecycleRow]:
-    return list(lifecycle_rows(2, 3, space(), changes(before, after), before, after, {}))
+    return list(lifecycle_rows({"episode": 2, "step": 3}, space(), changes(before, after), before, after, {}))
 
 
 def test_one_row_per_change_of_stage():
@@ -104,7 +105,7 @@ def test_a_seed_that_is_gone_is_named_by_what_it_was_in_every_row_of_its_end():
     before = seeds([[B, D, D], [D, D, D]], [[1, -1, -1], [-1, -1, -1]])
     after = seeds([[E, D, D], [D, D, D]], [[-1, -1, -1], [-1, -1, -1]])
     path = Transitions(np.array([0, 0]), np.array([0, 0]), np.array([B, P], np.int8), np.array([P, E], np.int8))
-    rows = list(lifecycle_rows(0, 3, space(), path, before, after, {}))
+    rows = list(lifecycle_rows({"episode": 0, "step": 3}, space(), path, before, after, {}))
     assert [(row.from_stage, row.to_stage, row.blueprint) for row in rows] == [
         ("BLENDING", "PRUNED", "mlp"),
         ("PRUNED", "EMBARGOED", "mlp"),
@@ -128,14 +129,14 @@ def test_a_lifecycle_row_names_its_ends_from_and_to():
 def test_only_fossilized_seeds_are_grown_and_the_others_in_place_are_unfinished():
     after = seeds([[F, H, D], [T, D, P]], [[0, 1, -1], [1, -1, -1]])
     left_out = (after.blueprint >= 0) & (after.stage != F)
-    first, second = episode_rows(view(after), scores(0.75), 5, left_out, NO_ROLLBACKS)
+    first, second = episode_rows({}, view(after), scores(0.75), left_out, NO_ROLLBACKS)
     assert (first.grown, first.fossilized, first.unfinished) == ({"a": "bypass"}, 1, ["b"])
     assert (second.grown, second.fossilized, second.unfinished) == ({}, 0, ["a"])
     assert (first.step, first.env, second.env) == (5, 0, 1)
 
 
 def test_an_episode_row_holds_the_scores_of_the_exported_network():
-    first, _ = episode_rows(view(EMPTY), scores(0.25), 5, NONE_LEFT_OUT, NO_ROLLBACKS)
+    first, _ = episode_rows({}, view(EMPTY), scores(0.25), NONE_LEFT_OUT, NO_ROLLBACKS)
     assert (first.metric, first.added_params, first.host_params) == (0.25, 7, 10)
 
 
@@ -216,7 +217,7 @@ def test_every_row_is_read_back_as_it_was(kind):
             pruned=["a"],
             slot_stages=[0, 7, 0],
         ),
-        EpisodeRow: next(iter(episode_rows(view(EMPTY), scores(0.5), 5, NONE_LEFT_OUT, NO_ROLLBACKS))),
+        EpisodeRow: next(iter(episode_rows({}, view(EMPTY), scores(0.5), NONE_LEFT_OUT, NO_ROLLBACKS))),
     }
     row = decode(encode(rows[kind]))
     assert type(row) is kind
@@ -245,6 +246,6 @@ def test_a_list_of_nothing_takes_four_letters_and_is_read_at_its_length():
 
 
 def test_a_loss_that_was_not_measured_is_null_in_an_episode_row():
-    first, _ = episode_rows(view(EMPTY), scores(0.5), 5, NONE_LEFT_OUT, NO_ROLLBACKS)
+    first, _ = episode_rows({}, view(EMPTY), scores(0.5), NONE_LEFT_OUT, NO_ROLLBACKS)
     assert math.isnan(first.loss)
     assert json.loads(encode(first))["loss"] is None

@@ -1,4 +1,4 @@
-"""Make, write and read the rows of events.jsonl (nissa/rows.py). E environments, S slots."""
+"""Write and read the rows of events.jsonl (nissa/rows.py). E environments, S slots."""
 
 import functools
 import math
@@ -10,130 +10,14 @@ from typing import Any, get_args, get_origin
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from esper.leyline.errors import InputError
-from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
-from esper.leyline.lifecycle.verdicts import Vital
-from esper.leyline.lifecycle.view import Bools, Floats, Outcome, Scores, Seeds, Space, Transitions, View
+from esper.leyline.lifecycle.view import Bools, Floats
 from esper.leyline.text import counted, kind_of
-from esper.nissa.rows import (
-    ROWS,
-    SCHEMA,
-    AnomalyRow,
-    AnyRow,
-    EpisodeRow,
-    LifecycleRow,
-    PlayedRow,
-    RollbackRow,
-    Row,
-    RunRow,
-    axes_of,
-)
+from esper.nissa.rows import ROWS, SCHEMA, AnyRow, PlayedRow, Row, RunRow, axes_of
 from esper.store.disk import open_regular
 
 DIGITS = 5  # significant digits of measurements
-
-# the changes that have a basis; a removed seed may leave PRUNED in the same step
-_DECIDED = (Stage.GERMINATED, Stage.PRUNED, Stage.FOSSILIZED)
-
-
-def lifecycle_rows(
-    episode: int,
-    step: int,
-    space: Space,
-    changes: Transitions,
-    before: Seeds,
-    after: Seeds,
-    bases: Mapping[tuple[int, int], Mapping[str, Any]],
-) -> Iterator[LifecycleRow]:
-    """Yield one row per change of stage between two states of the seeds, in the order of `changes`.
-
-    `bases` holds the reason and the measurements of plantings, removals and fossilizations, as fields of the row, by environment
-    and slot. The blueprint of a removed seed is taken from `before`.
-    """
-    planted = np.where(after.blueprint >= 0, after.blueprint, before.blueprint)
-    for env, slot, source, target in np.stack(changes, axis=1).tolist():
-        index = int(planted[env, slot])
-        yield LifecycleRow(
-            episode=episode,
-            step=step,
-            env=env,
-            slot=space.slots[slot],
-            from_stage=Stage(source).name,
-            to_stage=Stage(target).name,
-            blueprint=space.blueprints[index].name if index >= 0 else None,
-            alpha=digits(after.alpha[env, slot]) or 0.0,
-            **(bases.get((env, slot), {}) if target in _DECIDED else {}),
-        )
-
-
-def rollback_rows(
-    outcome: Outcome, space: Space, found: NDArray[np.int8], failed: Scores, before: Seeds, after: Seeds
-) -> Iterator[RollbackRow]:
-    """Yield one row per rollback in a step. `found` (rows,) holds the environments, then their twins; `failed` the scores before
-    the rollback, `before` and `after` the seeds before and after it.
-    """
-    envs = len(outcome.actions.op)
-    for row in np.flatnonzero(found != Vital.GOOD).tolist():
-        gone = among(before.stage[row], IN_BUDGET) & ~among(after.stage[row], IN_BUDGET)
-        yield RollbackRow(
-            episode=outcome.episode,
-            step=outcome.step,
-            env=row % envs,
-            twin=row >= envs,
-            reason=Vital(found[row]).name.lower(),
-            metric=float(failed.metric[row]),
-            loss=float(failed.loss[row]),
-            pruned=[space.slots[slot] for slot in np.flatnonzero(gone)],
-            slot_stages=after.stage[row].tolist(),
-        )
-
-
-def anomaly_rows(outcome: Outcome, found: NDArray[np.int8], raised: tuple[str, int]) -> Iterator[AnomalyRow]:
-    """Yield one row for each vital sign that failed in a step. `found` (rows,) holds the environments and then their twins.
-
-    raised: the level that the telemetry has risen to, and the steps for which it stays there.
-    """
-    envs, (level, steps) = len(outcome.actions.op), raised
-    for reason in sorted(set(found[found != Vital.GOOD].tolist())):
-        rows = np.flatnonzero(found == reason)
-        yield AnomalyRow(
-            episode=outcome.episode,
-            step=outcome.step,
-            reason=Vital(reason).name.lower(),
-            failed_envs=rows[rows < envs].tolist(),
-            failed_twins=(rows[rows >= envs] - envs).tolist() or (),
-            raised_level=level if steps else None,
-            raised_steps=steps,
-        )
-
-
-def episode_rows(
-    view: View, scores: Scores, steps: int, unfinished: Bools, rollbacks: NDArray[np.int64]
-) -> Iterator[EpisodeRow]:
-    """Yield one row per environment at the end of an episode.
-
-    `scores` are those of the networks that would be exported, which have the fossilized seeds of `view`. `unfinished` (E, S)
-    marks the other seeds. `rollbacks` (E,) are counts. The arrays may be longer than E.
-    """
-    space, seeds = view.space, view.seeds
-    for env, (stages, blueprints) in enumerate(zip(seeds.stage.tolist(), seeds.blueprint.tolist(), strict=True)):
-        slots = zip(space.slots, stages, blueprints, strict=True)
-        grown = {name: space.blueprints[index].name for name, stage, index in slots if stage == Stage.FOSSILIZED}
-        yield EpisodeRow(
-            episode=view.episode,
-            step=steps,
-            env=env,
-            metric=float(scores.metric[env]),
-            loss=float(scores.loss[env]),
-            host_params=int(view.host_params[env]),
-            added_params=int(scores.added_params[env]),
-            fossilized=len(grown),
-            grown=grown,
-            unfinished=[name for name, left_out in zip(space.slots, unfinished[env].tolist(), strict=True) if left_out],
-            rollbacks=int(rollbacks[env]),
-        )
 
 
 def encode(row: Row) -> bytes:

@@ -1,7 +1,7 @@
 """Write what happens in an episode as rows of the events. E environments, S slots."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,19 +10,23 @@ from numpy.typing import NDArray
 from esper.leyline.lifecycle.actions import RELEVANT, Blend, Head, Op
 from esper.leyline.lifecycle.gates import Gates, judge
 from esper.leyline.lifecycle.masks import offered
-from esper.leyline.lifecycle.stages import Stage, among
+from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
 from esper.leyline.lifecycle.verdicts import Refusal, Vital
-from esper.leyline.lifecycle.view import Floats, Outcome, Scores, Seeds, View, take
-from esper.nissa.events import anomaly_rows, digits, episode_rows, lifecycle_rows, rollback_rows, rounded
+from esper.leyline.lifecycle.view import Bools, Floats, Outcome, Scores, Seeds, Space, Transitions, View, take
+from esper.nissa.events import digits, rounded
 from esper.nissa.hub import Hub
 from esper.nissa.rows import (
+    AnomalyRow,
     DecisionRow,
+    EpisodeRow,
     GateRow,
     GradientsRow,
+    LifecycleRow,
     MeasurementRow,
     PhasesRow,
     PlayedRow,
     RewardRow,
+    RollbackRow,
     SensorsRow,
     StepRow,
     WideningRow,
@@ -35,6 +39,10 @@ from esper.tolaria.runtime import Waits
 from esper.tolaria.seed_history import GATES
 
 _SAMPLES = 30  # rows of sensors and of phases in an episode, if the config says nothing else
+# the changes that have a basis; a removed seed may leave PRUNED in the same step
+_DECIDED = (Stage.GERMINATED, Stage.PRUNED, Stage.FOSSILIZED)
+Place = Mapping[str, Any]
+"""The episode and the step of a row, and in a training the fields of `PlayedRow`."""
 
 
 class Journal(Observer):
@@ -83,38 +91,42 @@ class Journal(Observer):
         hub.begin_step(restored=bool((trace.found != Vital.GOOD).any()))
         full = hub.level == "debug"
         if hub.wants(DecisionRow):
-            gates = self._gates(step.view)
+            gates, envs = self._gates(step.view), len(outcome.actions.op)
+            place = {**self.source, "episode": outcome.episode, "step": outcome.step}
             rows: list[PlayedRow] = [
-                *decision_rows(step.view, step.decision, outcome, gates, engine.population, full=full)
+                *decision_rows(place, step.view, step.decision, outcome, gates, engine.population, full=full)
             ]
-            for transitions, before, after, bases in trace.changes:
-                rows += lifecycle_rows(outcome.episode, outcome.step, view.space, transitions, before, after, bases)
-            governed = engine.state.seeds
-            rows += rollback_rows(outcome, view.space, trace.found, trace.scores, trace.changes[-1].after, governed)
+            for change in trace.changes:
+                rows += lifecycle_rows(place, view.space, *change)
+            rows += rollback_rows(place, view.space, envs, trace, engine.state.seeds)
             if (wider := trace.widening) is not None:
                 widths = {name: list(each) for name, each in wider.widths.items()}
-                row = WideningRow(
-                    episode=outcome.episode,
-                    step=outcome.step,
-                    host_param_counts=view.host_params,
-                    widths=widths,
-                    left_out=wider.left_out,
+                hosts = view.host_params
+                rows.append(WideningRow(**place, host_param_counts=hosts, widths=widths, left_out=wider.left_out))
+            raised = hub.raised if hub.level != hub.asked else 0
+            for reason in sorted(set(trace.found[trace.found != Vital.GOOD].tolist())):
+                failed = np.flatnonzero(trace.found == reason)
+                row = AnomalyRow(
+                    **place,
+                    reason=Vital(reason).name.lower(),
+                    failed_envs=failed[failed < envs].tolist(),
+                    failed_twins=(failed[failed >= envs] - envs).tolist() or (),
+                    raised_level=hub.level if raised else None,
+                    raised_steps=raised,
                 )
                 rows.append(row)
-            rows += anomaly_rows(outcome, trace.found, (hub.level, hub.raised if hub.level != hub.asked else 0))
             if hub.wants(StepRow):
-                rows += gate_rows(step.view, view, outcome, gates, self._gates(view))
-                rows += self._measured_rows(step, trace, full)
-            self._write(rows)  # at once: a call of the system costs more than a row
+                rows += gate_rows(place, step.view, view, gates, self._gates(view))
+                rows += self._measured_rows(place, step, trace, full)
+            hub.extend(rows)  # at once: a call of the system costs more than a row
         hub.end_step()
         if outcome.terminal and engine.stopping is None:  # else `close` writes the networks that would be exported
             assert outcome.exported is not None, "exported networks are measured at the end of an episode"
             self.close(outcome.exported, view.seeds)
 
-    def _measured_rows(self, step: Step, trace: Trace, full: bool) -> Iterable[PlayedRow]:
+    def _measured_rows(self, place: Place, step: Step, trace: Trace, full: bool) -> Iterator[PlayedRow]:
         outcome, view, config = step.outcome, step.after, self.engine.config
         measured, envs, number = view.measurements, len(view.host_params), outcome.step + 1
-        place: dict[str, Any] = {"episode": outcome.episode, "step": outcome.step}
         yield StepRow(
             **place,
             metrics=rounded(outcome.after.metric),
@@ -197,20 +209,19 @@ class Journal(Observer):
 
     def close(self, exported: Scores, ended: Seeds) -> None:
         """Write the end of an episode, from the scores of the exported networks; `ended` are the seeds before early stopping."""
-        unfinished = among(ended.stage, UNDER_WAY)
-        rollbacks = self.engine.governor.record.rollbacks
-        self._write(episode_rows(self.engine.view(), exported, self.engine.state.step, unfinished, rollbacks))
-
-    def _write(self, rows: Iterable[PlayedRow]) -> None:
-        rows = list(rows)
-        for row in rows:
-            for name, value in self.source.items():
-                setattr(row, name, value)
-        self.hub.extend(rows)
+        unfinished, rollbacks = among(ended.stage, UNDER_WAY), self.engine.governor.record.rollbacks
+        self.hub.extend(episode_rows(self.source, self.engine.view(), exported, unfinished, rollbacks))
 
 
 def decision_rows(
-    view: View, decision: Decision, outcome: Outcome, judged: Gates, population: Population, *, full: bool = False
+    place: Place,
+    view: View,
+    decision: Decision,
+    outcome: Outcome,
+    judged: Gates,
+    population: Population,
+    *,
+    full: bool = False,
 ) -> Iterator[DecisionRow]:
     """Yield a row for each decision but WAIT on a view; with `full`, also for those to WAIT, with the values of all sensors."""
     actions, space, seeds, measured = outcome.actions, view.space, view.seeds, view.measurements
@@ -236,9 +247,9 @@ def decision_rows(
                 int(field[env] if plants else field[env, slot]) for field in (chosen.blueprint, chosen.blend)
             )
             if 0 <= index < len(space.blueprints) and 0 <= blend < len(Blend):
-                place = (np.array([each], np.int64) for each in (env, slot, index, blend))
+                asked = (np.array([each], np.int64) for each in (env, slot, index, blend))
                 row["blueprint"], row["blend"] = space.blueprints[index].name, Blend(blend).name
-                row["price"] = int(population.table.price(*place)[0])
+                row["price"] = int(population.table.price(*asked)[0])
             for name in ("contribution", "gain"):
                 estimate = getattr(measured, name)
                 row[f"{name}_mean"] = digits(estimate.mean[env, slot])
@@ -257,8 +268,7 @@ def decision_rows(
             row["entropies"] = rounded(decision.judgement.entropy[env])
             row["value"] = digits(decision.judgement.value[env])
         yield DecisionRow(
-            episode=outcome.episode,
-            step=outcome.step,
+            **place,
             env=env,
             op=Op(op).name if known else str(op),
             slot=space.slots[slot] if there else None,
@@ -270,7 +280,80 @@ def decision_rows(
         )
 
 
-def gate_rows(before: View, after: View, outcome: Outcome, old: Gates, new: Gates) -> Iterator[GateRow]:
+def lifecycle_rows(
+    place: Place,
+    space: Space,
+    changes: Transitions,
+    before: Seeds,
+    after: Seeds,
+    bases: Mapping[tuple[int, int], Mapping[str, Any]],
+) -> Iterator[LifecycleRow]:
+    """Yield one row per change of stage between two states of the seeds, in the order of `changes`.
+
+    `bases` holds the reason and the measurements of plantings, removals and fossilizations, as fields of the row, by environment
+    and slot. The blueprint of a removed seed is taken from `before`.
+    """
+    planted = np.where(after.blueprint >= 0, after.blueprint, before.blueprint)
+    for env, slot, source, target in np.stack(changes, axis=1).tolist():
+        index = int(planted[env, slot])
+        yield LifecycleRow(
+            **place,
+            env=env,
+            slot=space.slots[slot],
+            from_stage=Stage(source).name,
+            to_stage=Stage(target).name,
+            blueprint=space.blueprints[index].name if index >= 0 else None,
+            alpha=digits(after.alpha[env, slot]) or 0.0,
+            **(bases.get((env, slot), {}) if target in _DECIDED else {}),
+        )
+
+
+def rollback_rows(place: Place, space: Space, envs: int, trace: Trace, after: Seeds) -> Iterator[RollbackRow]:
+    """Yield one row per rollback in a step; `after` are the seeds after it."""
+    before = trace.changes[-1].after
+    for row in np.flatnonzero(trace.found != Vital.GOOD).tolist():
+        gone = among(before.stage[row], IN_BUDGET) & ~among(after.stage[row], IN_BUDGET)
+        yield RollbackRow(
+            **place,
+            env=row % envs,
+            twin=row >= envs,
+            reason=Vital(trace.found[row]).name.lower(),
+            metric=float(trace.scores.metric[row]),
+            loss=float(trace.scores.loss[row]),
+            pruned=[space.slots[slot] for slot in np.flatnonzero(gone)],
+            slot_stages=after.stage[row].tolist(),
+        )
+
+
+def episode_rows(
+    source: Place, view: View, scores: Scores, unfinished: Bools, rollbacks: NDArray[np.int64]
+) -> Iterator[EpisodeRow]:
+    """Yield one row per environment at the end of an episode.
+
+    `scores` are those of the networks that would be exported, which have the fossilized seeds of `view`. `unfinished` (E, S)
+    marks the other seeds. `rollbacks` (E,) are counts. The arrays may be longer than E.
+    """
+    space, seeds = view.space, view.seeds
+    for env, (stages, blueprints) in enumerate(zip(seeds.stage.tolist(), seeds.blueprint.tolist(), strict=True)):
+        slots = zip(space.slots, stages, blueprints, strict=True)
+        grown = {name: space.blueprints[index].name for name, stage, index in slots if stage == Stage.FOSSILIZED}
+        yield EpisodeRow(
+            **source,
+            episode=view.episode,
+            step=view.step,
+            env=env,
+            metric=float(scores.metric[env]),
+            loss=float(scores.loss[env]),
+            host_params=int(view.host_params[env]),
+            added_params=int(scores.added_params[env]),
+            fossilized=len(grown),
+            grown=grown,
+            unfinished=[name for name, left_out in zip(space.slots, unfinished[env].tolist(), strict=True) if left_out],
+            rollbacks=int(rollbacks[env]),
+        )
+
+
+def gate_rows(place: Place, before: View, after: View, old: Gates, new: Gates) -> Iterator[GateRow]:
     """Yield a row for each seed whose gate gives another answer in one view than in the view before, or has its first."""
     waiting = among(after.seeds.stage, frozenset(GATES))
     if not waiting.any():
@@ -282,8 +365,7 @@ def gate_rows(before: View, after: View, outcome: Outcome, old: Gates, new: Gate
         passed = gate.passed()
         for env, slot in np.argwhere(changed).tolist():
             yield GateRow(
-                episode=outcome.episode,
-                step=outcome.step,
+                **place,
                 env=env,
                 slot=after.space.slots[slot],
                 gate=name,
