@@ -1,5 +1,6 @@
 import io
 import math
+import re
 import threading
 import time
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from rich.console import Console
 
 from esper.karn.terminal import console
 from esper.karn.terminal.console import grown_lines, print_summary
-from esper.karn.terminal.progress import Aside, Bar, Lines, figures, live
+from esper.karn.terminal.progress import Aside, Display, figures
 from esper.leyline.intervals import mean_and_error
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Measurements, Seeds, View
@@ -262,7 +263,7 @@ def test_rollbacks_and_refusals_are_printed_by_reason():
 
 def test_a_run_that_is_taken_up_goes_on_counting_where_it_was():
     file = io.StringIO()
-    Lines(Console(file=file), 6, "accuracy").step(GROWING._replace(step=5), 10.0, 0)
+    Display(Console(file=file), 6, "accuracy").step(GROWING._replace(step=5), 10.0, 0)
     assert file.getvalue().startswith("step 5/6")
 
 
@@ -270,20 +271,21 @@ def test_a_pipe_gets_the_first_line_the_last_and_those_that_are_due(monkeypatch)
     file, now = io.StringIO(), iter([0.0, 1.0, 2.0, 6.0, 7.0, 8.0])
     clock = SimpleNamespace(monotonic=lambda: next(now))
     monkeypatch.setattr("esper.karn.terminal.progress.time", clock)
-    lines = Lines(Console(file=file), 6, "accuracy", seconds=5.0)
+    lines = Display(Console(file=file), 6, "accuracy", seconds=5.0)
     for step in range(6):
         lines.step(GROWING._replace(step=step + 1), 10.0, 0)
     assert [line.split()[1] for line in file.getvalue().splitlines()] == ["1/6", "4/6", "6/6"]
 
 
-def test_a_terminal_gets_a_bar_and_a_pipe_gets_lines():
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
-    assert isinstance(live(Console(file=Terminal(), _environ={"TERM": "xterm"}), 3, "accuracy").shown, Bar)
-    assert isinstance(live(Console(file=Terminal(), _environ={"TERM": "dumb"}), 3, "accuracy").shown, Lines)
-    assert isinstance(live(Console(file=io.StringIO(), force_terminal=True), 3, "accuracy").shown, Lines)
+
+def test_a_terminal_gets_a_bar_and_a_pipe_gets_lines():
+    assert Display(Console(file=Terminal(), _environ={"TERM": "xterm"}), 3, "accuracy").drawn is not None
+    assert Display(Console(file=Terminal(), _environ={"TERM": "dumb"}), 3, "accuracy").drawn is None
+    assert Display(Console(file=io.StringIO(), force_terminal=True), 3, "accuracy").drawn is None
 
 
 def test_progress_that_is_slow_holds_no_step_and_shows_the_first_the_last_and_every_line():
@@ -299,7 +301,7 @@ def test_progress_that_is_slow_holds_no_step_and_shows_the_first_the_last_and_ev
             return super().write(text)
 
     file = Stopped()
-    with Aside(Lines(Console(file=file), 40, "accuracy", seconds=0.0)) as progress:
+    with Aside(Display(Console(file=file), 40, "accuracy", seconds=0.0)) as progress:
         for step in range(40):
             progress.step(GROWING._replace(step=step + 1), 10.0, 0)
             if step == 20:
@@ -322,7 +324,7 @@ def test_waits_for_a_terminal_that_is_slower_than_its_lines_are_counted(monkeypa
 
     monkeypatch.setattr(Aside, "LINES", 0)
     config = small_config({"envs": 2, "steps": 3, "models": "none"})
-    with Aside(Lines(Console(file=Slow()), 3, "accuracy", seconds=0.0)) as progress:
+    with Aside(Display(Console(file=Slow()), 3, "accuracy", seconds=0.0)) as progress:
         summary = grow(blobs(), config, Never(), tmp_path / "run", progress)
     assert summary["progress"]["waits"] >= 1
     assert summary["progress"]["waiting_seconds"] >= 0
@@ -337,13 +339,33 @@ def test_waits_for_outputs_are_mentioned_where_they_are_long():
 
 
 def test_the_bar_shows_figures_and_notes():
-    file = io.StringIO()
-    with Bar(Console(file=file, force_terminal=True, width=120, _environ={"TERM": "xterm"}), 2, "accuracy") as bar:
+    file = Terminal()
+    with Display(Console(file=file, force_terminal=True, width=120, _environ={"TERM": "xterm"}), 2, "accuracy") as bar:
+        assert bar.drawn is not None
         bar.step(GROWING, 10.0, 0)
         bar.note("exporting [b]")
         bar.step(GROWING, 10.0, 0)
     assert "accuracy 0.6250" in file.getvalue()
     assert "exporting [b]" in file.getvalue()
+
+
+def test_a_pipe_gets_a_line_of_every_round_and_a_terminal_keeps_those_of_validated_rounds():
+    file, screen = io.StringIO(), Terminal()
+    console = Console(file=screen, force_terminal=True, width=120, _environ={"TERM": "xterm"})
+    for display in (Display(Console(file=file)), Display(console)):
+        with display:
+            display.round(-1, 2, {"log_likelihood": -1.0})
+            display.round(0, 2, {"return": 0.5, "validation_objective": 0.75, "rollbacks": 2.0})
+            display.round(1, 2, {"return": 0.25})
+    imitated, pace, first, second = file.getvalue().splitlines()
+    assert imitated == "imitation, 0 to go  log-likelihood -1.00"
+    assert pace.startswith("1 of 3 rounds took ")
+    assert first == "round 1/2  return 0.500  validation J 0.7500  2 rolled back"
+    assert second == "round 2/2  return 0.250"
+    lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()))
+    assert first in lines
+    assert second not in lines
+    assert any(line.endswith(second) for line in lines)
 
 
 def test_the_steps_that_early_stopping_chose_and_why_it_ended_the_run_are_said():

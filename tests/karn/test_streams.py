@@ -9,7 +9,7 @@ from rich.console import Console
 
 from esper.karn.streams import Steady, lost_output, steady, steady_output
 from esper.karn.terminal.console import print_summary
-from esper.karn.terminal.progress import Lines, live
+from esper.karn.terminal.progress import Aside, Display
 from esper.store import disk as full_disk
 from esper.store.disk import DiskFull, DiskRetry
 from karn.test_console import GROWING, SUMMARY
@@ -92,8 +92,8 @@ def test_no_terminal_is_so_narrow_that_a_figure_is_cut(width):
 
 
 def test_progress_goes_on_where_its_output_is_gone():
-    with broken_pipe() as pipe, live(Console(file=pipe), 3, "accuracy") as progress:
-        assert isinstance(lines := progress.shown, Lines)
+    with broken_pipe() as pipe, Aside(lines := Display(Console(file=pipe), 3, "accuracy")) as progress:
+        assert lines.drawn is None
         progress.step(GROWING._replace(step=1), 10.0, 0)
         progress.note("exporting")
     assert lines._console.file.lost.errno == errno.EPIPE
@@ -107,7 +107,11 @@ def test_a_log_on_the_full_disk_does_not_shorten_the_waiting_for_room(tmp_path, 
         tries.append(1)
         raise OSError(28, "No space left on device")
 
-    with open(full_device, "w") as log, live(Console(file=log), 3, "accuracy") as lines, pytest.raises(DiskFull):
+    with (
+        open(full_device, "w") as log,
+        Aside(Display(Console(file=log), 3, "accuracy")) as lines,
+        pytest.raises(DiskFull),
+    ):
         DiskRetry(0.05, lines.note, tmp_path, lambda: False)(tmp_path / "a", write)
     assert len(tries) > 2
 

@@ -10,9 +10,9 @@ from typing import Any, Literal, Self
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn
 from rich.progress import Progress as RichProgress
-from rich.text import Text
+from rich.table import Column
 
 from esper.karn.streams import steady
 from esper.karn.terminal.console import print_lines
@@ -31,7 +31,8 @@ class AnswersOnly(Progress):
     """Shows only the answer to Ctrl-C, which explains why the run does not end at once."""
 
     def __init__(self, console: Console) -> None:
-        console.file = steady(console.file)  # what cannot be written is dropped
+        if not console.is_jupyter:
+            console.file = steady(console.file)  # what cannot be written is dropped
         self._console = console
 
     def answer(self, text: str) -> None:
@@ -42,14 +43,14 @@ def growth_progress(shown: Any, steps: int, metric: str) -> Progress:
     """Return the progress display of a population, to be entered while the run lasts."""
     console = Console(stderr=True)
     if is_shown(shown, console):
-        return live(console, steps, metric)
+        return Aside(Display(console, steps, metric))
     return Progress() if shown is False else AnswersOnly(console)
 
 
 def training_progress(shown: Any) -> Progress:
     """Return the progress display of a training, to be entered while the run lasts."""
     console = Console(stderr=True)
-    return Aside(Rounds(console)) if is_shown(shown, console) else Progress()
+    return Aside(Display(console)) if is_shown(shown, console) else Progress()
 
 
 def evaluation_progress(shown: Any) -> Callable[[str], None] | None:
@@ -76,53 +77,6 @@ def is_shown(shown: Any, console: Console) -> bool:
 SHOWN = (Stage.TRAINING, Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED)
 
 
-class Bar(Progress):
-    """Shows progress as a bar in a terminal."""
-
-    def __init__(self, console: Console, steps: int, metric: str) -> None:
-        self._metric = metric
-        self._progress = RichProgress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[figures]}", markup=False),
-            console=console,
-        )
-        self._task = self._progress.add_task("grow", total=steps, figures="")
-
-    def step(self, view: View, speed: float, rollbacks: int) -> None:
-        self._progress.update(self._task, completed=view.step, figures=figures(view, speed, self._metric, rollbacks))
-
-    def note(self, text: str) -> None:
-        self._progress.console.print(printable(text), markup=False, highlight=False)
-
-    answer = note
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
-
-
-class Lines(AnswersOnly):
-    """Prints plain lines, for a file or a pipe: the first step, the last step, and one step every few seconds between them."""
-
-    def __init__(self, console: Console, steps: int, metric: str, seconds: float = 5.0) -> None:
-        super().__init__(console)
-        self._steps, self._metric, self._seconds = steps, metric, seconds
-        self._due = -math.inf
-
-    def step(self, view: View, speed: float, rollbacks: int) -> None:
-        now = time.monotonic()
-        if now >= self._due or view.step == self._steps:
-            self._due = now + self._seconds
-            self.note(f"step {view.step}/{self._steps}  {figures(view, speed, self._metric, rollbacks)}")
-
-    note = AnswersOnly.answer
-
-
 OF_ROUNDS = (
     ("return", "return", ".3f"),
     ("env_steps_per_second", "environment steps per second", ",.0f"),
@@ -136,26 +90,47 @@ OF_ROUNDS = (
 """The figures of a round that are shown, with their labels and formats."""
 
 
-class Rounds(AnswersOnly):
-    """Shows the progress of a training: one line per round, which a terminal shows in place of the one before."""
+class Display(AnswersOnly):
+    """Shows progress on a line that a terminal or a notebook draws anew, and as plain lines in a file or a pipe.
 
-    def __init__(self, console: Console) -> None:
+    Of the steps of a population, a file gets the first, the last, and one every few `seconds` between them; of the rounds of a
+    training, every one. In a terminal, the line of a validated round stays.
+    """
+
+    def __init__(self, console: Console, steps: int | None = None, metric: str = "", seconds: float = 5.0) -> None:
+        """steps: of the population; None for a training."""
         super().__init__(console)
-        self._started = time.monotonic()
+        self._steps, self._metric, self._seconds = steps, metric, seconds
+        self._due = -math.inf
         self._pace: Pace | None = None
-        self._status = console.status("growing the first round") if console.file.isatty() else None
+        self.drawn: RichProgress | None = None  # the line; None where the cursor cannot be moved
+        if console.is_jupyter or (console.file.isatty() and not console.is_dumb_terminal):
+            trains, bar = steps is None, [TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24)]
+            shown = TextColumn("{task.fields[shown]}", markup=False, table_column=Column(no_wrap=not trains))
+            columns = *([SpinnerColumn()] if trains else bar), shown
+            self.drawn = RichProgress(*columns, console=console, transient=trains)
+            self._task = self.drawn.add_task("", total=steps, shown="growing the first round" if trains else "")
+
+    def step(self, view: View, speed: float, rollbacks: int) -> None:
+        now = time.monotonic()
+        if self.drawn is None and now < self._due and view.step != self._steps:
+            return
+        self._due, line = now + self._seconds, figures(view, speed, self._metric, rollbacks)
+        if self.drawn is None:
+            self.note(f"step {view.step}/{self._steps}  {line}")
+        else:
+            self.drawn.update(self._task, completed=view.step, shown=line)
 
     def round(self, number: int, rounds: int, figures: Mapping[str, float]) -> None:
-        """Show the figures of a round; the line of a validated round stays in a terminal."""
         parts = [f"round {number + 1}/{rounds}" if number >= 0 else f"imitation, {-number - 1} to go"]
         parts += [f"{label} {format(figures[name], form)}" for name, label, form in OF_ROUNDS if name in figures]
         if figures.get("rollbacks"):
             parts.append(f"{figures['rollbacks']:.0f} rolled back")
         line = "  ".join(parts)
-        if self._status is None or "validation_objective" in figures:
+        if self.drawn is None or "validation_objective" in figures:
             self.note(line)
-        if self._status is not None:
-            self._status.update(Text(line))
+        if self.drawn is not None:
+            self.drawn.update(self._task, shown=line)
         if self._pace is None:
             self._pace = Pace(rounds - number, "rounds", self.note)
             self._pace.add(1, time.monotonic() - self._started)
@@ -164,13 +139,13 @@ class Rounds(AnswersOnly):
 
     def __enter__(self) -> Self:
         self._started = time.monotonic()
-        if self._status is not None:
-            self._status.start()
+        if self.drawn is not None:
+            self.drawn.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._status is not None:
-            self._status.stop()
+        if self.drawn is not None:
+            self.drawn.stop()
 
 
 class Aside(Progress):
@@ -228,14 +203,6 @@ class Aside(Progress):
         finally:
             self._backlog.close()
             self.shown.__exit__(*error)
-
-
-def live(console: Console, steps: int, metric: str) -> Progress:
-    """Return a bar in a notebook or in a terminal that can move its cursor; lines elsewhere. Unwritable output is dropped."""
-    if not console.is_jupyter:
-        console.file = steady(console.file)
-    bar = console.is_jupyter or (console.file.isatty() and not console.is_dumb_terminal)
-    return Aside(Bar(console, steps, metric) if bar else Lines(console, steps, metric))
 
 
 def figures(view: View, speed: float, metric: str, rollbacks: int = 0) -> str:
