@@ -184,8 +184,14 @@ def test_no_rows_no_file(tmp_path):
     assert not (tmp_path / "events.jsonl").exists()
 
 
-def test_a_full_disk_stops_the_run_with_a_sentence(full_device):
-    with closing(Hub([JsonLines(full_device)])) as hub, pytest.raises(Unwritable, match="No space left"):
+def test_a_full_disk_stops_the_run_with_a_sentence(full_device, tmp_path):
+    def full(path, write):
+        full_device.write_bytes(b"rows")
+
+    with (
+        closing(Hub([JsonLines(tmp_path / "events.jsonl", full)])) as hub,
+        pytest.raises(Unwritable, match="No space left"),
+    ):
         hub.emit(change())
 
 

@@ -27,7 +27,7 @@ class Hub:
         self, outputs: Sequence[Output] = (), level: Level = "step", seq: int = 0, raise_steps: int = 0
     ) -> None:
         self.outputs = tuple(outputs)
-        self._files = [output for output in self.outputs if isinstance(output, JsonLines)]
+        self._file = next((output for output in self.outputs if isinstance(output, JsonLines)), None)
         self._queued = [output for output in self.outputs if isinstance(output, Guarded)]
         self.asked: Level = level
         self.seq = seq
@@ -90,13 +90,12 @@ class Hub:
         return {"waits": sum(backlog.waits for backlog in backlogs), "waiting_seconds": round(seconds, 3)}
 
     def flush(self) -> None:
-        for output in self._files:
-            output.flush()
+        if self._file is not None:
+            self._file.flush()
 
     def state(self) -> dict[str, Any]:
-        """Return for a checkpoint the number of rows, the mark of the first output with a file, and steps of a raised level."""
-        marks = [mark for output in self._files if (mark := output.mark()) is not None]
-        return {"seq": self.seq, "events": marks[0] if marks else None, "raised": self.raised}
+        """Return for a checkpoint the number of rows, the mark of the file, and steps of a raised level."""
+        return {"seq": self.seq, "events": self._file and self._file.mark(), "raised": self.raised}
 
     def close(self) -> None:
         for output in self.outputs:

@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -99,7 +100,7 @@ class JsonLines:
     def __init__(self, path: Path, retry: Retry = write_once, note: Callable[[str], None] | None = None) -> None:
         self.path, self.retry, self.note = path, retry, note
         self._file: int | None = None
-        self._length: int | None = None  # expected length of the file [bytes]; None for a pipe
+        self._length = 0  # expected length of the file [bytes]
         self._digest = hashlib.sha256()  # of the rows
         self._changed = False  # whether another process changed the file
 
@@ -116,37 +117,28 @@ class JsonLines:
             while rest:  # a nearly full disk writes a part first, and the rest when there is room
                 rest = rest[os.write(file, rest) :]
 
-        try:
-            file = self._open()
-            before = os.fstat(file)
-            if self._length not in (None, before.st_size):
+        with self._in_words():
+            if os.fstat(self._open()).st_size != self._length:
                 self._check()
-                before = os.fstat(file)
+            file = self._open()
             try:
                 self.retry(self.path, put)
             except BaseException:
-                if self._length is not None:
-                    os.ftruncate(file, before.st_size)
+                os.ftruncate(file, self._length)
                 raise
-        except OSError as error:
-            raise self._failure(error) from error
-        if self._length is not None:
-            self._digest.update(lines)
-            self._length += len(lines)
+        self._digest.update(lines)
+        self._length += len(lines)
 
     def flush(self) -> None:
-        """Flush to the disk, and check that the file still exists; does nothing for a pipe."""
-        if self._file is not None and self._length is not None:
-            try:
+        """Flush to the disk, and check that the file still exists."""
+        if self._file is not None:
+            with self._in_words():
                 self._check()
-                file = self._file
-                self.retry(self.path, lambda: os.fsync(file))
-            except OSError as error:
-                raise self._failure(error) from error
+                self.retry(self.path, lambda: os.fsync(self._open()))
 
     def mark(self) -> Mark | None:
-        """Return the length and sha256 of the rows; None for a pipe, or if another process changed the file."""
-        if self._length is None or self._changed:
+        """Return the length and sha256 of the rows; None before the first row, or if another process changed the file."""
+        if self._file is None or self._changed:
             return None
         return {"bytes": self._length, "sha256": self._digest.hexdigest()}
 
@@ -157,19 +149,16 @@ class JsonLines:
             self._file = None
 
     def _open(self) -> int:
-        regular = not os.path.lexists(self.path) or os.path.isfile(self.path)
-
         def open_() -> None:
-            flags = os.O_RDWR if regular else os.O_WRONLY
-            self._file = os.open(self.path, flags | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
         if self._file is None:
             self.retry(self.path, open_)
             assert self._file is not None
-            self._digest, self._length = hashlib.sha256(), 0 if regular else None
-            for block in _blocks(self._file) if regular else ():
+            self._digest, self._length = hashlib.sha256(), 0
+            for block in _blocks(self._file):
                 self._digest.update(block)
-                self._length = (self._length or 0) + len(block)
+                self._length += len(block)
         return self._file
 
     def _check(self) -> None:
@@ -205,10 +194,14 @@ class JsonLines:
         if self.note is not None:
             self.note(f"{self.path} {what}; the run goes on")
 
-    def _failure(self, error: OSError) -> OSError:
-        if isinstance(error, DiskFull | Unwritable):
-            return error
-        return Unwritable(f"cannot write {self.path}: {error.strerror}; repair that and resume the run")
+    @contextmanager
+    def _in_words(self) -> Iterator[None]:
+        try:
+            yield
+        except (DiskFull, Unwritable):
+            raise
+        except OSError as error:
+            raise Unwritable(f"cannot write {self.path}: {error.strerror}; repair that and resume the run") from error
 
 
 def _blocks(file: int) -> Iterator[bytes]:
