@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
 import numpy as np
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 from numpy.typing import NDArray
 
 from esper.leyline.lifecycle.stages import Stage
@@ -62,20 +62,16 @@ class Row(msgspec.Struct, kw_only=True, tag_field="kind", omit_defaults=True):
 class PlayedRow(Row, kw_only=True):
     """Holds the fields of every row of an episode in a training, which has several populations; other runs leave them out."""
 
-    cohort: Annotated[
-        str | msgspec.UnsetType, about("`training`, or `validation` for the greedy growth after a round")
-    ] = msgspec.UNSET
-    task: Annotated[str | msgspec.UnsetType, about("name of the population's task")] = msgspec.UNSET
-    round: Annotated[Whole | msgspec.UnsetType, about("round of the training; rounds of imitation are below 0")] = (
-        msgspec.UNSET
-    )
+    cohort: Annotated[str | UnsetType, about("`training`, or `validation` for the greedy growth after a round")] = UNSET
+    task: Annotated[str | UnsetType, about("name of the population's task")] = UNSET
+    round: Annotated[Whole | UnsetType, about("round of the training; rounds of imitation are below 0")] = UNSET
     first_env: Annotated[
-        Count | msgspec.UnsetType,
+        Count | UnsetType,
         about(
             "where `shards` is above 1: number of the shard's first environment; environment e of the row is "
             "environment first_env + e of the task"
         ),
-    ] = msgspec.UNSET
+    ] = UNSET
 
 
 class AtStepRow(PlayedRow, kw_only=True):
@@ -185,7 +181,7 @@ class DecisionRow(EnvRow, tag="decision", kw_only=True):
             "by check of that gate: how far the seed is above the limit, in the unit of the check; a check passes "
             "above 0, and null is not measured"
         ),
-    ] = msgspec.field(default_factory=dict)
+    ] = {}
     contribution_mean: Annotated[
         float | None, about("contribution of the seed to the metric; null where not measured")
     ] = None
@@ -195,7 +191,7 @@ class DecisionRow(EnvRow, tag="decision", kw_only=True):
     rule_sensors: Annotated[
         Mapping[str, float | None],
         about("by name: the sensors of the slot that the controller's rule looked at; absent for a policy"),
-    ] = msgspec.field(default_factory=dict)
+    ] = {}
     choice_counts: Annotated[
         Sequence[Count],
         "6",
@@ -385,9 +381,7 @@ class WideningRow(AtStepRow, tag="widening", kw_only=True):
         Mapping[str, Sequence[Count]],
         about("by the first layer that returns them: how many hidden features there were, and how many there are"),
     ]
-    left_out: Annotated[Mapping[str, str], about("by the first layer of the other hidden features: why they stay")] = (
-        msgspec.field(default_factory=dict)
-    )
+    left_out: Annotated[Mapping[str, str], about("by the first layer of the other hidden features: why they stay")] = {}
 
 
 class EpisodeRow(EnvRow, tag="episode", kw_only=True):
@@ -447,7 +441,7 @@ class SizeRow(Row, tag="size", kw_only=True):
     widths: Annotated[
         Mapping[str, Sequence[Count]],
         about("by layer: its width before and after the growth; absent where the network did not grow"),
-    ] = msgspec.field(default_factory=dict)
+    ] = {}
     seconds: Annotated[float | None, about("what the growth took; null where the network did not grow [seconds]")] = (
         None
     )
