@@ -4,7 +4,7 @@ import operator
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict, cast
@@ -121,22 +121,13 @@ class OpenRun:
     @property
     def environment(self) -> Any:
         """The machine, the versions and the command line; None if environment.json is missing. InputError if it is damaged."""
-        content = self._json(ENVIRONMENT)
-        if content is not None:
-            try:
-                msgspec.convert(content, _ENVIRONMENT)
-            except msgspec.ValidationError as error:
-                path = self.folder / ENVIRONMENT
-                raise InputError(f"{path} does not describe the machine of a run: {error}; {MEND}") from None
-        return content
+        check = partial(msgspec.convert, type=_ENVIRONMENT)
+        return self._json(ENVIRONMENT, check, "does not describe the machine of a run")
 
     @property
     def summary(self) -> Any:
         """The final figures; None until the run has ended. InputError if summary.json is damaged."""
-        content = self._json(SUMMARY)
-        if content is not None:
-            check_summary(content, self.folder / SUMMARY)
-        return content
+        return self._json(SUMMARY, check_summary, "is not the summary of a run")
 
     @property
     def changes(self) -> Any:
@@ -234,9 +225,15 @@ class OpenRun:
         lines = [page.heading(model), *verdicts, *others]
         return frame.TEMPLATES.get_template("head.html").render(name=name, lines=lines, tables=tables)
 
-    def _json(self, name: str) -> Any:
+    def _json(self, name: str, check: Callable[[Any], object] | None = None, wrong: str = "") -> Any:
         path = self.folder / name
-        return parse_json(read_kept(path, _LARGEST_JSON, MEND), path, MEND) if path.exists() else None
+        content = parse_json(read_kept(path, _LARGEST_JSON, MEND), path, MEND) if path.exists() else None
+        try:
+            if content is not None and check is not None:
+                check(content)
+        except (msgspec.ValidationError, TypeError) as error:
+            raise InputError(f"{path} {wrong}: {error}; {MEND}") from None
+        return content
 
 
 def read_model(run: OpenRun) -> RunModel:
@@ -360,19 +357,15 @@ _SIZED = _type_of(  # a network that became wider as a whole (`esper.AnytimeGrow
     {
         **_ANY_RUN,
         "status": _STATUS,
-        "verdict": str,
-        "steps_done": Count,
-        "seen": Count,
+        **dict.fromkeys(("verdict", "why"), str),
+        **dict.fromkeys(("steps_done", "seen"), Count),
         "sizes": [Count],
-        "why": str,
         "seconds": float,
     }
 )
 _SEED = {"env": Count, "slot": str, "blueprint": str, "step": Count, "reason": str}
 _CLASS_FIGURES = {
-    "balanced_accuracy": [Value],
-    "f1_macro": [Value],
-    "roc_auc": [Value],
+    **{figure: [Value] for figure in ("balanced_accuracy", "f1_macro", "roc_auc")},
     "confusion": ([[Count]], None),
 }
 
@@ -389,18 +382,9 @@ def _grown(envs: int, metric: str) -> Any:
         {
             **_ANY_RUN,
             "status": _STATUS,
-            "verdict?": str,
-            "task": str,
-            "controller": str,
-            "envs": Count,
-            "steps": Count,
-            "steps_done": Count,
+            **dict.fromkeys(("verdict?", "task", "controller", "device", "metric", "objective_formula"), str),
+            **dict.fromkeys(("envs", "steps", "steps_done", "seed", "rows"), Count),
             "epochs_done?": Value,
-            "seed": Count,
-            "device": str,
-            "rows": Count,
-            "metric": str,
-            "objective_formula": str,
             "examples?": {"train?": one_or_each, "probe": one_or_each, "validation?": one_or_each, "test": one_or_each},
             "host_params": one_or_each,
             "grown_params": counts,
@@ -435,9 +419,7 @@ def _grown(envs: int, metric: str) -> Any:
             "rollbacks": {str: Count},
             "refused": {str: Count},
             "skipped_updates?": {"updates": Count, "grown": [Count]},
-            "plantings?": [_SEED],
-            "keeps?": [_SEED],
-            "prunes?": [_SEED],
+            **{decided: [_SEED] for decided in ("plantings?", "keeps?", "prunes?")},
             "seconds": float,
             "env_steps_per_second": Value,
             "phase_seconds?": {str: float},
@@ -446,28 +428,25 @@ def _grown(envs: int, metric: str) -> Any:
     )
 
 
-def check_summary(summary: Any, path: Path) -> None:
-    """Raise InputError, which names the key, if the content is not that of a summary.json."""
-    try:
-        if "grown_params" in summary:
-            msgspec.convert(summary, _HEAD)
-            msgspec.convert(summary, _grown(summary["envs"], summary["metric"]))
-            for name, static in summary.get("baselines", {}).items():
-                if name not in BASELINES:
-                    raise msgspec.ValidationError(f"Invalid enum value {name!r} - at `key in $.baselines`")
-                for key in {"params", f"test_{summary['metric']}"} - static.keys() if "absent" not in static else ():
-                    raise msgspec.ValidationError(f"Object missing required field `{key}` - at `$.baselines.{name}`")
-        else:
-            kinds = {"rounds_done": _TRAINED, "sizes": _SIZED}
-            msgspec.convert(summary, next((kinds[key] for key in kinds if key in summary), _FAILED))
-    except (msgspec.ValidationError, TypeError) as error:
-        raise InputError(f"{path} is not the summary of a run: {error}; {MEND}") from None
+def check_summary(summary: Any) -> None:
+    """Raise `msgspec.ValidationError` or TypeError, which names the key, if the content is not that of a summary.json."""
+    if "grown_params" not in summary:
+        kinds = {"rounds_done": _TRAINED, "sizes": _SIZED}
+        msgspec.convert(summary, next((kinds[key] for key in kinds if key in summary), _FAILED))
+        return
+    msgspec.convert(summary, _HEAD)
+    msgspec.convert(summary, _grown(summary["envs"], summary["metric"]))
+    for name, static in summary.get("baselines", {}).items():
+        if name not in BASELINES:
+            raise msgspec.ValidationError(f"Invalid enum value {name!r} - at `key in $.baselines`")
+        for key in {"params", f"test_{summary['metric']}"} - static.keys() if "absent" not in static else ():
+            raise msgspec.ValidationError(f"Object missing required field `{key}` - at `$.baselines.{name}`")
 
 
 def is_whole(summary: Any, training: bool) -> bool:
     """Return whether a summary is that of a growth, or of a training, which came to its end."""
-    with suppress(InputError):
-        check_summary(summary, Path(SUMMARY))
+    with suppress(msgspec.ValidationError, TypeError):
+        check_summary(summary)
         return ("rounds_done" if training else "grown_params") in summary
     return False
 
