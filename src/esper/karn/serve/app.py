@@ -48,7 +48,7 @@ class RouteContext:
     def runs(self, request: Request) -> Response:
         version, content = self._runs(request)
         query = f"?{request.url.query}" if request.url.query else ""
-        return pages.shell("Runs", content, live=(f"/content{query}", version))
+        return pages.shell("Runs", content, source=f"/content{query}", version=version)
 
     def runs_content(self, request: Request) -> Response:
         return _newer(request, version_of(self.library.entries()), False, lambda: self._runs(request))
@@ -77,8 +77,8 @@ class RouteContext:
             content = pages.render("error.html", title=folder.name, sentence=sentence, role="status")
         else:
             content, version = shown.content, shown.version
-        live = (f"/runs/{key}/content", version)
-        return pages.shell(folder.name, content, links=pages.run_links(key), here="Report", live=live)
+        source = f"/runs/{key}/content"
+        return pages.shell(folder.name, content, key=key, here="Report", source=source, version=version)
 
     def run_content(self, request: Request) -> Response:
         followed = self.follow(self.folder(request))
@@ -133,7 +133,7 @@ class RouteContext:
             later=address(end) if end < count else None,
             measured=plus_minus,
         )
-        return pages.shell(f"Decisions of {folder.name}", content, links=pages.run_links(key), here="Decisions")
+        return pages.shell(f"Decisions of {folder.name}", content, key=key, here="Decisions")
 
     def decision_lines(self, request: Request) -> Response:
         """Return the same decisions, as the lines of the events."""
@@ -146,7 +146,7 @@ class RouteContext:
         folder, key = self.folder(request), request.path_params["key"]
         there = {"files": contents.files_of(folder), "archives": list(contents.archives_of(folder))}
         content = pages.render("files.html", name=folder.name, key=key, **there)
-        return pages.shell(f"Files of {folder.name}", content, links=pages.run_links(key), here="Files")
+        return pages.shell(f"Files of {folder.name}", content, key=key, here="Files")
 
     def file(self, request: Request) -> Response:
         folder, name = self.folder(request), request.path_params["name"]

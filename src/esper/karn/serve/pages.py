@@ -1,7 +1,6 @@
 """Write the pages of the server as HTML. Every text from a run is escaped, and no page has a style or a script of its own."""
 
 import time
-from collections.abc import Sequence
 
 from markupsafe import Markup
 from starlette.responses import HTMLResponse
@@ -21,25 +20,13 @@ PART = 200  # decisions on one page
 TAGS = ("task", "controller", "status")
 
 
-def shell(
-    title: str,
-    content: str,
-    *,
-    links: Sequence[tuple[str, str]] = (),
-    here: str = "",
-    live: tuple[str, str] | None = None,
-    status: int = 200,
-) -> HTMLResponse:
-    """Return a whole page around its content. `live` is the address that a page which follows a run asks, and its version."""
-    source, version = live or ("", "")
-    lives = {"source": source, "version": version}
-    page = render("shell.html", title=title, content=Markup(content), links=links, here=here, **lives)
-    return HTMLResponse(page, status)
+def shell(title: str, content: str, status: int = 200, **known: str) -> HTMLResponse:
+    """Return a whole page around its content.
 
-
-def run_links(key: str) -> list[tuple[str, str]]:
-    """Return the pages of a run, by name."""
-    return [("Report", f"/runs/{key}"), ("Decisions", f"/runs/{key}/decisions"), ("Files", f"/runs/{key}/files")]
+    known: of a run's page, the `key` of the run and which page is `here`. Of one that follows runs, the address `source` that it
+    asks, and its `version`.
+    """
+    return HTMLResponse(render("shell.html", title=title, content=Markup(content), **known), status)
 
 
 def login_page(status: int = 200, *, wrong: bool = False) -> HTMLResponse:
@@ -50,7 +37,7 @@ def login_page(status: int = 200, *, wrong: bool = False) -> HTMLResponse:
 
 def error_page(title: str, sentence: str, status: int) -> HTMLResponse:
     """Return a page with one sentence."""
-    return shell(title, render("error.html", title=title, sentence=sentence, role="alert"), status=status)
+    return shell(title, render("error.html", title=title, sentence=sentence, role="alert"), status)
 
 
 def _moment(seconds: float) -> str:
