@@ -19,7 +19,7 @@ from esper.karn.evaluation import draw_evaluation, print_evaluation
 from esper.karn.reader import is_whole, open_run
 from esper.karn.report.page import report_at_end, report_of_evaluation
 from esper.karn.terminal.console import print_lines, print_summary, print_training
-from esper.karn.terminal.progress import Shown, evaluation_progress, growth_progress, training_progress
+from esper.karn.terminal.progress import Shown, evaluation_progress, run_progress
 from esper.kasmina.blueprints import BLUEPRINTS, count, drawn_with
 from esper.kasmina.host import drawn_host, dtype_of
 from esper.kasmina.network.export import TOPOLOGY, check_size, load_network, read_topology
@@ -108,7 +108,7 @@ def grow(
         arguments.check_settings(asked, [task])
         config, found = growth_config(task, asked, controller=controller)
     client = found.make(config)
-    with growth_progress(progress, config.steps, task.objective.metric) as watch:
+    with run_progress(progress, config.steps, task.objective.metric) as watch:
         summary = grow_run(task, config, client, folder, watch, Opening(overwrite=overwrite), outputs, hired)
     return end_of(summary, folder, on_interrupt)
 
@@ -155,7 +155,7 @@ def train(
     if chosen:
         arguments.check_settings(asked, chosen)
     configs = training_configs(chosen, preset, asked)
-    with training_progress(progress) as watch:
+    with run_progress(progress) as watch:
         summary = train_run(
             chosen, configs, folder, watch, Opening(overwrite=overwrite), reward=reward, outputs=outputs, asked=hired
         )
@@ -251,7 +251,7 @@ def go_on(
             raise InputError(f"{folder} is a training, which makes its own controller; leave controller out")
         paid = reward_of(folder, config, reward)
         tasks = tasks_of(folder, config.tasks, given)
-        with training_progress(progress) as watch:
+        with run_progress(progress) as watch:
             configs = cohort_configs(config)
             return train_run(tasks, configs, folder, watch, opening, reward=paid, outputs=outputs, asked=asked)
     if reward is not None:
@@ -271,7 +271,7 @@ def go_on(
         ) from None
     if "steps" not in config.model_fields_set:  # the new settings give epochs instead of steps
         config = with_steps(config, chosen)
-    with growth_progress(progress, config.steps, chosen.objective.metric) as sight:
+    with run_progress(progress, config.steps, chosen.objective.metric) as sight:
         return grow_run(chosen, config, client, folder, sight, opening, outputs, asked)
 
 

@@ -50,7 +50,7 @@ def grow(
     an earlier one.
     """
     options.use_one_thread()
-    from esper.karn.terminal.progress import growth_progress
+    from esper.karn.terminal.progress import run_progress
     from esper.leyline.reference import is_own_controller
     from esper.runs.configuration import growth_config, load_config_file
     from esper.runs.folder.resume import Opening
@@ -79,7 +79,7 @@ def grow(
     named = config.controller if is_own_controller(config.controller) else Path(config.controller).stem
     folder = run or Path("runs") / f"{file_name(task)}-{file_name(named)}-s{config.seed}"
     # no bar while the window has the terminal
-    with beside(folder, watch), growth_progress(not watch, config.steps, chosen.objective.metric) as progress:
+    with beside(folder, watch), run_progress(not watch, config.steps, chosen.objective.metric) as progress:
         opening = Opening(overwrite=overwrite)
         summary = run_population(chosen, config, found.make(config), folder, progress, opening, asked=asked)
     options.finish(summary, folder, json_)
@@ -131,7 +131,7 @@ def train(
     these overrides an earlier one.
     """
     options.use_one_thread()
-    from esper.karn.terminal.progress import training_progress
+    from esper.karn.terminal.progress import run_progress
     from esper.runs.configuration import load_config_file, training_configs
     from esper.runs.folder.resume import Opening
     from esper.runs.train import train as train_controller
@@ -157,7 +157,7 @@ def train(
     given |= {"twin": twin, "ppo": None if rounds is None else {"rounds": rounds}}
     configs = training_configs(chosen, preset, *options.read_layers("train", from_file, settings, given))
     folder = run or Path("runs") / f"train-{'+'.join(map(file_name, names))}-s{configs[0].seed}"
-    with beside(folder, watch), training_progress(not watch) as progress:
+    with beside(folder, watch), run_progress(not watch) as progress:
         opening = Opening(overwrite=overwrite)
         summary = train_controller(chosen, configs, folder, progress, opening, reward=paid, asked=asked)
     options.finish(summary, folder, json_)

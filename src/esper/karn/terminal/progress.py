@@ -39,18 +39,12 @@ class AnswersOnly(Progress):
         print_lines(self._console, text)
 
 
-def growth_progress(shown: Any, steps: int, metric: str) -> Progress:
-    """Return the progress display of a population, to be entered while the run lasts."""
+def run_progress(shown: Any, steps: int | None = None, metric: str = "") -> Progress:
+    """Return the progress display of a population that takes `steps`, or of a training, to be entered while the run lasts."""
     console = Console(stderr=True)
     if is_shown(shown, console):
         return Aside(Display(console, steps, metric))
     return Progress() if shown is False else AnswersOnly(console)
-
-
-def training_progress(shown: Any) -> Progress:
-    """Return the progress display of a training, to be entered while the run lasts."""
-    console = Console(stderr=True)
-    return Aside(Display(console)) if is_shown(shown, console) else Progress()
 
 
 def evaluation_progress(shown: Any) -> Callable[[str], None] | None:
