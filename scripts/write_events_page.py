@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec.inspect
 
 from esper.leyline.lifecycle.stages import Stage
-from esper.nissa.rows import ROWS, SCHEMA, PlayedRow, Row, axes_of
+from esper.nissa.rows import KINDS, SCHEMA, PlayedRow, Row, axes_of
 
 HEAD = f"""# The events of a run
 
@@ -121,7 +121,7 @@ def page() -> str:
             HEAD,
             _section("Every row", Row),
             _section("Every row of an episode", PlayedRow),
-            *(_section(_kind(row), row) for row in ROWS),
+            *(_section(_kind(row), row) for row in KINDS.values()),
             STAGES,
         ]
     )

@@ -12,9 +12,10 @@ import pandas
 import pytest
 
 import esper
-from esper.karn.reader import KINDS, Tail, fields_of
+from esper.karn.reader import Tail
 from esper.leyline.errors import InputError
 from esper.nissa.events import read_events
+from esper.nissa.rows import KINDS
 from iris import grow_iris, printed
 
 SETTINGS = {"envs": 3, "steps": 6, "models": "none", "baselines": ["twin"]}
@@ -55,7 +56,7 @@ def test_what_was_not_measured_is_nan_and_never_0(run):
 @pytest.mark.parametrize("kind", ["run", "step", "lifecycle", "episode"])
 def test_a_frame_has_a_column_for_every_field_and_a_row_for_every_row(run, kind):
     frame, rows = esper.open_run(run).frame(kind), list(esper.open_run(run).rows(kind))
-    assert list(frame.columns) == fields_of(KINDS[kind])
+    assert list(frame.columns) == list(KINDS[kind].__struct_encode_fields__)
     assert frame["seq"].tolist() == [row.seq for row in rows]
 
 

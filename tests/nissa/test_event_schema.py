@@ -12,7 +12,7 @@ import pytest
 from esper.api import grow
 from esper.leyline.errors import InputError
 from esper.nissa.events import encode, read_events
-from esper.nissa.rows import ROWS, AnomalyRow, RewardRow, RollbackRow, RoundRow, Row, RunRow, SizeRow
+from esper.nissa.rows import KINDS, AnomalyRow, RewardRow, RollbackRow, RoundRow, Row, RunRow, SizeRow
 from esper.tasks.catalog import get_task
 from populations import small_config
 
@@ -31,7 +31,7 @@ OPTIONAL = {
     row.__struct_config__.tag: {
         field.encode_name for field in msgspec.structs.fields(row) if not field.required and field.name != "schema"
     }
-    for row in ROWS
+    for row in KINDS.values()
 }
 """The fields of each kind of row that a line may lack."""
 
@@ -82,7 +82,7 @@ def _common(values):
 
 def test_a_field_has_one_type_over_all_kinds_of_rows():
     types = defaultdict(set)
-    for row in (Row, *ROWS):
+    for row in (Row, *KINDS.values()):
         for name, (kind, _, _) in PAGE["fields"](row).items():
             types[name].add(kind)
     assert {name: found for name, found in types.items() if len(found) > 1} == {}
@@ -91,7 +91,7 @@ def test_a_field_has_one_type_over_all_kinds_of_rows():
 def test_every_field_of_every_row_that_is_written_has_the_type_of_the_page(events):
     lines = [json.loads(line) for line in events.read_text().splitlines()]
     lines += [json.loads(encode(row)) for row in (ROLLBACK, ROUND, ANOMALY, REWARD, SIZE)]
-    kinds = {row.__struct_config__.tag: row for row in ROWS}
+    kinds = dict(KINDS)
     assert {line["kind"] for line in lines} == set(kinds)
     for line in lines:
         known = {"kind": ("string", False, "")} | PAGE["fields"](Row) | PAGE["fields"](kinds[line["kind"]])

@@ -39,7 +39,7 @@ def events(
     follow: Annotated[bool, Option("--follow", help="Wait for further rows until the run ends; jsonl only.")] = False,
 ) -> None:
     """Print the events of a run, whether it goes on or has ended. `esper docs events` describes every field."""
-    from esper.karn.reader import fields_of, kind_of, open_run
+    from esper.karn.reader import kind_of, open_run
     from esper.nissa.events import encode, record
 
     if format_ not in FORMATS:
@@ -60,7 +60,7 @@ def events(
                     file.flush()
     elif format_ == "csv":  # lists and mappings are JSON, and what was not measured is empty
         with _opened(out) as file:
-            writer, names = csv.writer(file), fields_of(wanted)
+            writer, names = csv.writer(file), wanted.__struct_encode_fields__
             writer.writerow(names)
             for values in (record(row) for row in rows):
                 cells = [values.get(name) for name in names]

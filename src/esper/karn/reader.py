@@ -21,7 +21,7 @@ from esper.leyline.config.tree import BASELINES, Config, build_config
 from esper.leyline.distribution import of_extra
 from esper.leyline.errors import InputError, typed_line
 from esper.nissa.events import RunShape, decode_lines, read_events, record
-from esper.nissa.rows import ROWS, Count, Row
+from esper.nissa.rows import KINDS, Count, Row
 from esper.store.disk import open_regular, read_kept
 from esper.store.files import CHANGES, CONFIG, ENVIRONMENT, EVENTS, SUMMARY, is_run
 from esper.store.lock import LOCK, lives, owner_of
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     import pandas  # type: ignore[import-untyped]
 
 Status = Literal["running", "finished", "interrupted", "failed", "killed"]
-KINDS: Mapping[str, type[Row]] = {str(row.__struct_config__.tag): row for row in ROWS}
-"""The kinds of rows by their names in the file."""
-
 _LARGEST_JSON = 64 * 2**20  # bytes of summary.json, environment.json and changes.json that are read
 MEND = "put back what the run wrote"  # what to do if a file of a run folder is damaged
 
@@ -167,7 +164,8 @@ class OpenRun:
         field that only trainings write. Fields of text, and lists whose length changes from row to row, become lists of T values.
         """
         rows = [record(row) for row in self.rows(kind)]
-        return {name: _column([row.get(name) for row in rows]) for name in fields_of(kind_of(kind))} if rows else {}
+        names = kind_of(kind).__struct_encode_fields__
+        return {name: _column([row.get(name) for row in rows]) for name in names} if rows else {}
 
     @property
     def steps(self) -> dict[str, Any]:
@@ -198,7 +196,9 @@ class OpenRun:
         """Return the rows of one kind as a pandas data frame; lists stay lists. InputError if pandas is not installed."""
         with of_extra("frames", "frames need pandas, which is"):
             import pandas
-        return pandas.DataFrame([record(row) for row in self.rows(kind)], columns=fields_of(kind_of(kind)))
+        return pandas.DataFrame(
+            [record(row) for row in self.rows(kind)], columns=kind_of(kind).__struct_encode_fields__
+        )
 
     def follow(self, every: float = 0.5) -> Iterator[Row]:
         """Yield the rows so far and then each new one, until the run ends; `every` is the pause between two looks [seconds].
@@ -262,13 +262,6 @@ def open_run(folder: str | PathLike[str]) -> OpenRun:
     Raises InputError if the folder is not a run folder.
     """
     return OpenRun(to_path(folder, "folder"))
-
-
-def fields_of(kind: type[Row]) -> list[str]:
-    """Return the names of a kind's fields as the file has them, `seq` and `time` first."""
-    names = [field.encode_name for field in msgspec.structs.fields(kind)]
-    first = [field.encode_name for field in msgspec.structs.fields(Row)]
-    return [*first, *(name for name in names if name not in first)]
 
 
 def kind_of(name: str | None) -> type[Row]:

@@ -14,7 +14,7 @@ import numpy as np
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.view import Bools, Floats
 from esper.leyline.text import counted, kind_of
-from esper.nissa.rows import ROWS, SCHEMA, AnyRow, PlayedRow, Row, RunRow, axes_of
+from esper.nissa.rows import KINDS, SCHEMA, AnyRow, PlayedRow, Row, RunRow, axes_of
 from esper.store.disk import open_regular
 
 DIGITS = 5  # significant digits of measurements
@@ -205,7 +205,8 @@ def _holds(kind: Any, wanted: type) -> bool:
 
 _AXES = {"E": "environments", "S": "slots", "F": "sensors"}
 _LISTS = {
-    row: [(field, axes) for field in msgspec.structs.fields(row) if (axes := axes_of(field.type))] for row in ROWS
+    row: [(field, axes) for field in msgspec.structs.fields(row) if (axes := axes_of(field.type))]
+    for row in KINDS.values()
 }
 _SHAPES = {row: [(field.name, axes) for field, axes in lists if axes.isalpha()] for row, lists in _LISTS.items()}
 """The fields that hold lists over environments, slots or sensors, each with its axes, by kind of row."""
@@ -219,10 +220,10 @@ _DEPTHS = {
 }
 """Fields that hold lists of numbers, each with the depth of its lists, by kind of row."""
 _ENVS, _SLOTS = (
-    {row: tuple(name for name in names if name in row.__struct_fields__) for row in ROWS}
+    {row: tuple(name for name in names if name in row.__struct_fields__) for row in KINDS.values()}
     for names in (("env", "failed_envs", "failed_twins"), ("slot", "pruned", "unfinished", "grown"))
 )
 """Fields that name environments, and fields that name slots, by kind of row."""
 
 _encoder = msgspec.json.Encoder(enc_hook=_plain)
-_decoder: msgspec.json.Decoder[Row] = msgspec.json.Decoder(functools.reduce(operator.or_, ROWS))
+_decoder: msgspec.json.Decoder[Row] = msgspec.json.Decoder(functools.reduce(operator.or_, KINDS.values()))

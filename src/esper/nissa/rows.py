@@ -448,9 +448,9 @@ class SizeRow(Row, tag="size", kw_only=True):
     why: Annotated[str | None, about("why the network became wider, or why it is not larger")] = None
 
 
-ROWS: tuple[type[Row], ...] = tuple(
-    each
-    for each in globals().values()
+KINDS: Mapping[str, type[Row]] = {
+    str(each.__struct_config__.tag): each
+    for each in list(globals().values())
     if isinstance(each, type) and issubclass(each, Row) and not each.__subclasses__()
-)
-"""The kinds of rows, in the order of this file: every class from which no other derives."""
+}
+"""The kinds of rows by their names in the file, in the order of this one: every class from which no other derives."""
