@@ -8,7 +8,7 @@ import esper
 from esper.cli import main
 from esper.karn.report.drawing import ForestRow, Series, curves, forest, heat_map, timeline
 from esper.karn.report.frame import Content, ReportSection, write_pictures
-from esper.karn.run_model import SeedMark, Stay
+from esper.karn.run_model import Stay
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.stages import Stage
 from iris import grow_iris
@@ -25,9 +25,13 @@ def run(tmp_path_factory):
 def figures(name):
     """Make one figure of every kind, whose texts are `name`."""
     stay = Stay(0, 0, 1, 3, Stage.BLENDING, name, 0.5, name)
+    planted, removed = (
+        Stay(0, 0, 1, 1, Stage.GERMINATED, name, 0.0, None),
+        Stay(0, 0, 3, 3, Stage.PRUNED, name, 0.0, name),
+    )
     return [
         curves(name, [0, 1], [Series(name, np.array([[0.0, 1.0], [NAN, 2.0]]), "grown")], "step", name),
-        timeline(name, [stay], [SeedMark(0, 0, 1, True, name, None), SeedMark(0, 0, 3, False, name, name)], 1, 0, 4),
+        timeline(name, [stay, planted, removed], 1, 0, 4),
         forest(
             name, [ForestRow(name, 0.5, NAN, NAN, "kept", name), ForestRow(name, 0.1, 0.0, 0.2, "plain", name)], name
         ),
@@ -50,7 +54,7 @@ def test_every_kind_of_figure_can_be_drawn_whatever_its_names_are(tmp_path, form
 def test_figures_without_data_are_named_and_not_drawn(tmp_path):
     empty = [
         curves("a", [0], [Series("x", np.array([[NAN]]), "grown")], "step", ""),
-        timeline("b", [], [], 2, 0, 3),
+        timeline("b", [], 2, 0, 3),
         forest("c", [], ""),
         heat_map("d", ["r"], ["0"], np.array([[NAN]]), "step"),
     ]

@@ -129,7 +129,8 @@ def test_the_stays_of_the_timeline_make_up_the_stages_of_the_step_rows(run):
 def test_every_planting_and_every_prune_has_a_mark_beside_the_stages(run):
     model = read_model(esper.open_run(run))
     rows = [row for row in read_events(run / "events.jsonl") if isinstance(row, LifecycleRow)]
-    shown = {(mark.env, model.head.slots[mark.slot], mark.step, mark.planted) for mark in model.marks}
+    marks = [stay for stay in model.stays if stay.start == stay.stop]
+    shown = {(mark.env, model.head.slots[mark.slot], mark.start, mark.stage == Stage.GERMINATED) for mark in marks}
     assert shown == {
         (row.env, row.slot, row.step, row.to_stage == "GERMINATED")
         for row in rows
@@ -143,14 +144,14 @@ def test_a_seed_that_a_rollback_took_is_marked_where_it_went(run):
     for row in read_events(run / "events.jsonl"):
         fed.write(row)
     opened = esper.open_run(run)
-    planted = next(mark for mark in fed.complete(opened).marks if mark.planted)
+    planted = next(stay for stay in fed.complete(opened).stays if stay.stage == Stage.GERMINATED)
     slot = fed.complete(opened).head.slots[planted.slot]
     lost = {"metric": None, "loss": None, "pruned": [slot], "slot_stages": [0, 0]}
     for twin in (False, True):
-        fed.write(RollbackRow(episode=0, step=planted.step + 1, env=planted.env, twin=twin, reason="rise", **lost))
-    marks = [mark for mark in fed.complete(opened).marks if mark.why and "rollback" in mark.why]
-    assert [(mark.env, mark.slot, mark.step, mark.planted) for mark in marks] == [
-        (planted.env, planted.slot, planted.step + 1, False)
+        fed.write(RollbackRow(episode=0, step=planted.start + 1, env=planted.env, twin=twin, reason="rise", **lost))
+    lost = [stay for stay in fed.complete(opened).stays if stay.why and "rollback" in stay.why]
+    assert [(stay.env, stay.slot, stay.start, stay.stop, stay.stage) for stay in lost] == [
+        (planted.env, planted.slot, planted.start + 1, planted.start + 1, Stage.PRUNED)
     ]
     tables = [table for each in content_of(fed.complete(opened), "x").sections for table in each.tables]
     restored = next(table for table in tables if table.caption == "Environments restored to a snapshot")

@@ -2,17 +2,18 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from os import PathLike
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from esper.karn.reader import fitting_files, open_run, read_model
 from esper.karn.report.drawing import COLOURS, Series, curves
 from esper.karn.report.frame import Content, ReportSection, flat_settings, write_page
-from esper.karn.run_model import EpisodeSteps, Floats, RunModel
+from esper.karn.run_model import Floats, RunModel
 from esper.karn.terminal.console import Table, estimate
 from esper.leyline.config.arguments import to_path
 from esper.leyline.errors import InputError
@@ -237,14 +238,6 @@ def compare(*runs: str | PathLike[str], out: str | PathLike[str] | None = None) 
     return comparison
 
 
-FIGURES: Sequence[tuple[str, Callable[[EpisodeSteps], Floats]]] = (
-    ("metric on the probe split", lambda population: population.metric),
-    ("loss on the probe split", lambda population: population.loss),
-    ("added parameters", lambda population: population.added.astype(float)),
-)
-"""Figures over the steps of an episode, with the values (T, E) that each shows."""
-
-
 def content_of(comparison: Comparison) -> Content:
     """Return what the page of a comparison shows."""
     runs = comparison.runs
@@ -278,9 +271,13 @@ def content_of(comparison: Comparison) -> Content:
     if shown:
         steps = sorted({int(step) for _, _, population in shown for step in population.steps})
         figures = []
-        for title, read in FIGURES:
+        for title, field in (
+            ("metric on the probe split", "metric"),
+            ("loss on the probe split", "loss"),
+            ("added parameters", "added"),
+        ):
             series = [
-                Series(name, _on_axis(steps, population.steps.tolist(), read(population)), style)
+                Series(name, _on_axis(steps, population.steps.tolist(), getattr(population, field)), style)
                 for name, style, population in shown
             ]
             figures.append(curves(title.capitalize(), steps, series, "step", title))
@@ -326,7 +323,7 @@ def content_of(comparison: Comparison) -> Content:
     return Content("Comparison of runs", ", ".join(names), sections)
 
 
-def _on_axis(axis: Sequence[int], steps: Sequence[int], values: Floats) -> Floats:
+def _on_axis(axis: Sequence[int], steps: Sequence[int], values: NDArray[Any]) -> Floats:
     """Spread values (T, E) over an axis of steps; it has nan where this run has no such step."""
     spread = np.full((len(axis), values.shape[1]), np.nan)
     spread[np.searchsorted(axis, steps)] = values

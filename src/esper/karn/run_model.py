@@ -52,7 +52,10 @@ TIMED = 32  # last steps or rounds from which the pace is worked out
 
 
 class Stay(NamedTuple):
-    """Holds a run of steps in which one slot of one environment is in one stage."""
+    """Holds a run of steps in which one slot of one environment is in one stage.
+
+    GERMINATED, when a seed is planted, and PRUNED, when it is removed, do not last as long as a step: they stop where they start.
+    """
 
     env: int
     slot: int  # index of the slot
@@ -62,17 +65,6 @@ class Stay(NamedTuple):
     blueprint: str | None  # the seed in the slot
     alpha: float  # the dose at the end of the stay
     why: str | None  # why the seed was planted, kept or pruned, where the stay begins with that
-
-
-class SeedMark(NamedTuple):
-    """Marks a seed that was planted (GERMINATED) or removed (PRUNED). Neither stage lasts as long as a step."""
-
-    env: int
-    slot: int  # index of the slot
-    step: int
-    planted: bool  # true if it was planted, false if it was removed
-    blueprint: str | None
-    why: str | None
 
 
 class EpisodeSteps(NamedTuple):
@@ -189,24 +181,16 @@ class Tally(NamedTuple):
     steps_to_keep: float
 
 
-class _Seed(NamedTuple):
-    """Describes a seed that is in a slot."""
-
-    blueprint: str
-    step: int  # at which it was planted
-    kept: bool
-    params: int | None
-
-
 class BlueprintAnalytics:
     """Counts what became of each blueprint at each slot; it can be an output of a run (`esper.grow(..., outputs=[...])`)."""
 
     def __init__(self) -> None:
-        self._seeds: dict[tuple[object, ...], _Seed] = {}  # of the slots that are not empty
+        # Of the slots that are not empty: the row by which the seed was planted or kept, and its parameters where they are known.
+        self._seeds: dict[tuple[object, ...], LifecycleRow] = {}
+        self._prices: dict[tuple[object, ...], int] = {}
         self._counts: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
         self._measured: dict[tuple[str, str], array[float]] = defaultdict(lambda: array("d"))
         self._waited: dict[tuple[str, str], array[int]] = defaultdict(lambda: array("l"))
-        self._prices: dict[tuple[object, ...], int] = {}  # of the decisions to plant that were carried out
 
     @classmethod
     def of(cls, rows: Iterable[Row]) -> Self:
@@ -224,32 +208,35 @@ class BlueprintAnalytics:
                 count = self._counts[key]
                 count[row.to_stage] += 1
                 if row.to_stage == "GERMINATED":
-                    params = self._prices.pop(place, None)
-                    count["priced"] += params is not None
-                    count["price"] += params or 0
-                    self._seeds[place] = _Seed(blueprint, row.step, False, params)
+                    count["priced"] += place in self._prices
+                    count["price"] += self._prices.get(place, 0)
+                    self._seeds[place] = row
                     return
                 if row.contribution_mean is not None:
                     self._measured[key].append(row.contribution_mean)
-                seed = self._seeds.pop(place, None)
+                seed, params = self._leave(place)
                 if row.to_stage == "FOSSILIZED" and seed is not None:
                     self._waited[key].append(row.step - seed.step)
-                    count["params"] += seed.params or 0
-                    self._seeds[place] = seed._replace(kept=True)
+                    count["params"] += params
+                    self._seeds[place], self._prices[place] = row, params
             case RollbackRow(twin=False):
                 for slot in row.pruned:
-                    seed = self._seeds.pop(_place(row, row.env, slot), None)
+                    seed, params = self._leave(_place(row, row.env, slot))
                     if seed is None:
                         continue
-                    count = self._counts[seed.blueprint, slot]
-                    count["PRUNED"] += 1
-                    if seed.kept:  # in the same step
-                        count["FOSSILIZED"] -= 1
-                        count["params"] -= seed.params or 0
-                        self._waited[seed.blueprint, slot].pop()
+                    key = str(seed.blueprint), slot
+                    self._counts[key]["PRUNED"] += 1
+                    if seed.to_stage == "FOSSILIZED":  # in the same step
+                        self._counts[key]["FOSSILIZED"] -= 1
+                        self._counts[key]["params"] -= params
+                        self._waited[key].pop()
             case EpisodeRow():
                 for slot in (*row.grown, *row.unfinished):  # the next episode begins with empty slots
-                    self._seeds.pop(_place(row, row.env, slot), None)
+                    self._leave(_place(row, row.env, slot))
+
+    def _leave(self, place: tuple[object, ...]) -> tuple[LifecycleRow | None, int]:
+        """Empty a slot. Returns the row of the seed that was there, and its parameters, 0 where they are not known."""
+        return self._seeds.pop(place, None), self._prices.pop(place, 0)
 
     def close(self) -> None:
         """Do nothing: there is nothing to close."""
@@ -339,7 +326,6 @@ class RunModel:
     environment: Mapping[str, Any] | None
     population: EpisodeSteps | None
     stays: list[Stay]
-    marks: list[SeedMark]
     worths: Worths | None
     sensed: Sensed | None
     times: Times | None
@@ -434,7 +420,9 @@ class RunModel:
             case MeasurementRow() if cohort is UNSET:
                 self._write_measurement(row)
             case SensorsRow() if cohort is UNSET and self.history:
-                self._sensed.append((row.step, row.sensors, _medians(np.array(row.readings, float))))
+                known = np.ma.masked_invalid(np.array(row.readings, float))
+                medians = np.ma.median(known, axis=0).filled(np.nan)  # type: ignore[no-untyped-call]
+                self._sensed.append((row.step, row.sensors, medians))
             case PhasesRow() if cohort is UNSET:
                 self._write_phases(row)
             case RollbackRow():
@@ -624,9 +612,9 @@ class RunModel:
         self.summary, self.environment = run.summary, run.environment
         self.tallies, self.params = self._analytics.tallies(), self._analytics.prices()
         self.population = self.worths = self.sensed = self.times = None
-        self.stays, self.marks = [], []
+        self.stays = []
         if self.head is not None and self._steps:
-            self.population, self.stays, self.marks = _timeline(self.head, self._steps, self._changes, self.rollbacks)
+            self.population, self.stays = _timeline(self.head, self._steps, self._changes, self.rollbacks)
         if self._measured:
             steps, values = zip(*self._measured, strict=True)
             shapley, interaction = self._worth.get("shapley"), self._worth.get("interaction")
@@ -644,30 +632,30 @@ class RunModel:
 
 def _timeline(
     head: RunRow, steps: Sequence[tuple[Any, ...]], changes: Sequence[LifecycleRow], rollbacks: Iterable[RollbackRow]
-) -> tuple[EpisodeSteps, list[Stay], list[SeedMark]]:
-    """Return the steps, the stays of every slot but those in DORMANT, and the plantings and removals, by rollbacks too."""
+) -> tuple[EpisodeSteps, list[Stay]]:
+    """Return the steps, and the stays of every slot but those in DORMANT, with the removals by rollbacks."""
     numbers, metric, loss, train_loss, twins, added, stages, alphas = zip(*steps, strict=True)
     slots, names = ({name: index for index, name in enumerate(each)} for each in (head.slots, head.blueprints))
     stage, at = np.array(stages), {step: index for index, step in enumerate(numbers)}
     seed = np.full(stage.shape, NO_SEED)
     planted: dict[tuple[int, str], list[tuple[int, str | None]]] = {}
-    marks, reasons = [], {}
+    stays, reasons = list[Stay](), {}
     for row in changes:
         place = row.env, slots[row.slot]
         if row.step in at:
             seed[at[row.step] :, *place] = NO_SEED if row.blueprint is None else names.get(row.blueprint, NO_SEED)
         if row.why is not None:
             reasons[*place, row.step] = row.why
+        if row.to_stage == "GERMINATED":
+            planted.setdefault((row.env, row.slot), []).append((row.step, row.blueprint))
         if row.to_stage in ("GERMINATED", "PRUNED"):
-            began = row.to_stage == "GERMINATED"
-            if began:
-                planted.setdefault((row.env, row.slot), []).append((row.step, row.blueprint))
-            marks.append(SeedMark(*place, row.step, began, row.blueprint, row.why))
+            stays.append(Stay(*place, row.step, row.step, Stage[row.to_stage], row.blueprint, row.alpha, row.why))
     for lost in rollbacks:
         for slot in lost.pruned if lost.cohort is UNSET and not lost.twin else ():
             why = f"lost in a rollback ({lost.reason}), without a decision of the controller"
             before = [name for step, name in planted.get((lost.env, slot), ()) if step <= lost.step]
-            marks.append(SeedMark(lost.env, slots[slot], lost.step, False, before[-1] if before else None, why))
+            name = before[-1] if before else None
+            stays.append(Stay(lost.env, slots[slot], lost.step, lost.step, Stage.PRUNED, name, NAN, why))
 
     seed = np.where(among(stage, IN_BUDGET), seed, NO_SEED)
     twin = None if any(each is None for each in twins) else np.array(twins)
@@ -675,7 +663,6 @@ def _timeline(
     population = EpisodeSteps(
         np.array(numbers), probe, losses, training, twin, np.array(added), stage, np.array(alphas), seed
     )
-    stays = []
     for env, slot in np.ndindex(stage.shape[1:]):
         own, seeds = stage[:, env, slot], seed[:, env, slot]
         cuts = np.flatnonzero((np.diff(own) != 0) | (np.diff(seeds) != 0)) + 1
@@ -686,7 +673,7 @@ def _timeline(
             blueprint = head.blueprints[int(seeds[first])] if seeds[first] != NO_SEED else None
             alpha, reason = float(population.alpha[last - 1, env, slot]), reasons.get((env, slot, start))
             stays.append(Stay(env, slot, start, stop, Stage(int(own[first])), blueprint, alpha, reason))
-    return population, stays, marks
+    return population, stays
 
 
 def _spread(name: str, best: Best, values: Iterable[float | None]) -> tuple[dict[str, float], tuple[float, ...]]:
@@ -703,10 +690,3 @@ def _spread(name: str, best: Best, values: Iterable[float | None]) -> tuple[dict
     if best is not None:
         shown[f"{name}/best"] = float(best(known))
     return shown, (lowest, middle, highest)
-
-
-def _medians(values: Floats) -> Floats:
-    """Return (E, ...) -> (...) medians of the finite values; nan where there are none."""
-    known = np.isfinite(values)
-    filled = np.where(known.any(0), values, 0.0)  # numpy warns of a median of no values
-    return np.where(known.any(0), np.nanmedian(np.where(np.isfinite(filled), filled, np.nan), axis=0), np.nan)

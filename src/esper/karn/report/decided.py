@@ -1,6 +1,6 @@
 """Write the sections of a report on what was decided and why, and on what went wrong."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,30 +10,13 @@ from esper.karn.report.frame import ReportSection
 from esper.karn.run_model import DRAWN_DECISIONS, LISTED, NAN, RunModel
 from esper.karn.terminal.console import Table
 from esper.leyline.intervals import plus_minus
-from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.stages import Stage, meaning_of
+from esper.leyline.lifecycle.verdicts import Refusal, Vital
 from esper.leyline.text import counted
 from esper.nissa.rows import LifecycleRow
 
 NAMED = 8  # most environments or steps that a sentence names
 SLOW = 5  # a step is named as slow if it took this many times the median time of a step
-SIGNS: Mapping[str, str] = {
-    "batch": "examples of a batch are not finite",
-    "loss": "a loss is not finite",
-    "gradient": "a gradient is not finite",
-    "parameter": "a parameter is not finite",
-    "rise": "the loss rose far above its past values",
-    "collapse": "the outputs hardly differ between examples",
-    "fall": "the metric fell far below its best value",
-    "metric": "the metric is not finite",
-}
-"""The reasons of rollbacks (`esper.Vital`) in words."""
-REFUSALS: Mapping[str, str] = {
-    "masked": "not open at that time",
-    "seed_cap": "lifecycle.max_seeds was reached",
-    "param_budget": "the seed's parameters would exceed governor.param_limit",
-    "memory": "the seed's modules would not fit into the free memory",
-}
-"""The reasons of refusals (`esper.Refusal`) in words."""
 
 
 def decisions_section(model: RunModel) -> ReportSection | None:
@@ -144,7 +127,7 @@ def decisions_section(model: RunModel) -> ReportSection | None:
                 blueprint or "-",
                 f"{count:,}",
                 f"{first}" if first == last else f"{first} to {last}",
-                REFUSALS.get(reason, reason),
+                meaning_of(Refusal, reason),
             )
             for (reason, env, op, slot, blueprint), (count, first, last) in ordered[:LISTED]
         ]
@@ -154,28 +137,21 @@ def decisions_section(model: RunModel) -> ReportSection | None:
         tables.append(Table(caption, columns, refused, texts=(1, 2, 3, 6)))
     elif model.population is not None:
         lines.append("No decision was refused.")
-    if model.decided.plantings:
-        more = f", the first {LISTED} of {model.decided.planted:,}" if model.decided.planted > LISTED else ""
-        planted = [
-            (f"{each.step}", f"{each.env}", each.slot, each.blueprint or "", each.why or "")
-            for each in model.decided.plantings
-        ]
-        columns = ["step", "environment", "slot", "blueprint", "reason"]
-        tables.append(Table(f"Plantings with their reasons{more}", columns, planted, texts=range(2, 5)))
-    if model.decided.total:
-        trained = any(isinstance(each.round, int) for each in model.decided.first)
-        ended = [
-            (
-                *([f"{each.round}"] if trained else []),
-                *(f"{each.step}", f"{each.env}"),
-                *(each.slot, each.blueprint or "", _fate(each), each.why or ""),
-            )
-            for each in model.decided.first
-        ]
-        more = f", the first {LISTED} of {model.decided.total:,}" if model.decided.total > LISTED else ""
-        columns = [*(["round"] if trained else []), "step", "environment", "slot", "blueprint", "decision", "reason"]
-        texts = range(len(columns) - 4, len(columns))
-        tables.append(Table(f"Keeps and prunes with their reasons{more}", columns, ended, texts))
+    for title, listed, count in (
+        ("Plantings", model.decided.plantings, model.decided.planted),
+        ("Keeps and prunes", model.decided.first, model.decided.total),
+    ):
+        if not listed:
+            continue
+        trained, ends = any(isinstance(each.round, int) for each in listed), title != "Plantings"
+        columns = [*["round"] * trained, "step", "environment", "slot", "blueprint", *["decision"] * ends, "reason"]
+        cells = []
+        for each in listed:
+            place = *[f"{each.round}"] * trained, f"{each.step}", f"{each.env}", each.slot, each.blueprint or ""
+            cells.append((*place, *[_fate(each)] * ends, each.why or ""))
+        more = f", the first {LISTED} of {count:,}" if count > LISTED else ""
+        caption, texts = f"{title} with their reasons{more}", range(2 + trained, len(columns))
+        tables.append(Table(caption, columns, cells, texts))
     return ReportSection("decisions", "Decisions and why", lines, tables, figures)
 
 
@@ -190,15 +166,15 @@ def faults_section(model: RunModel) -> ReportSection | None:
     lines, tables = [], []
     if model.rollbacks:
         slots = model.head.slots
-        gone = [mark for mark in model.marks if not mark.planted and mark.blueprint is not None]
-        seeds = {(mark.env, mark.step, slots[mark.slot]): f"{mark.blueprint} at {slots[mark.slot]}" for mark in gone}
+        gone = [stay for stay in model.stays if stay.stage == Stage.PRUNED and stay.blueprint is not None]
+        seeds = {(stay.env, stay.start, slots[stay.slot]): f"{stay.blueprint} at {slots[stay.slot]}" for stay in gone}
         trained = bool(model.rounds)
         rows = [
             (
                 *([f"{row.round}"] if trained else []),
                 f"{row.step}",
                 f"{row.env}" + (" (twin)" if row.twin else " (validation)" if row.cohort == "validation" else ""),
-                SIGNS.get(row.reason, row.reason.replace("_", " ")),
+                meaning_of(Vital, row.reason),
                 "not finite" if row.loss is None else f"{row.loss:.4g}",
                 ", ".join(seeds.get((row.env, row.step, slot), slot) for slot in row.pruned) or "none",
             )

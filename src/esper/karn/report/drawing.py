@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from markupsafe import Markup
 
-from esper.karn.run_model import Floats, SeedMark, Stay
+from esper.karn.run_model import Floats, Stay
 from esper.leyline.lifecycle.stages import ADDED, LIVE, Stage
 from esper.leyline.text import printable
 
@@ -107,42 +107,41 @@ def curves(
     return Figure(name, None, name, words, height, shapes, "chart lines", legend, keys)
 
 
-def timeline(slot: str, stays: Sequence[Stay], marks: Sequence[SeedMark], envs: int, first: int, stop: int) -> Figure:
+def timeline(slot: str, stays: Sequence[Stay], envs: int, first: int, stop: int) -> Figure:
     """Return the stages of one slot over time, a line for each environment; `stop` is one past the last step."""
-    if not stays and not marks:
+    if not stays:
         return Figure(slot, "no seed was planted here")
     row = max(5, min(18, 720 // max(envs, 1)))
     height = TOP + row * envs + BOTTOM
-    across = _scale(first, stop, LEFT, WIDTH - RIGHT)
-    cells: list[tuple[tuple[int, int, bool], Shape]] = []  # a mark lies above the stay that begins at its step
-    for stay in stays:
+    across, size = _scale(first, stop, LEFT, WIDTH - RIGHT), max(2.0, min(4.5, (row - 1) / 2))
+    shapes = []
+    # A mark lies above the stay that begins at its step.
+    for stay in sorted(stays, key=lambda each: (each.env, each.start, each.start == each.stop, each.stage)):
         left, right, top = across(stay.start), across(stay.stop), TOP + row * stay.env
+        words, why = f"environment {stay.env}, {slot}", f": {stay.why}" if stay.why else ""
+        if stay.start == stay.stop:
+            x, y, planted = left + size, top + (row - 1) / 2, stay.stage == Stage.GERMINATED
+            points = [(x, y - size), (x + size, y), (x, y + size), (x - size, y)]
+            if planted:  # a triangle that points to what follows
+                points = [(x - size, y - size), (x - size, y + size), (x + size, y)]
+            what, style = ("GERMINATED (planted)", "planted") if planted else ("PRUNED (removed)", "removed")
+            words += f", step {stay.start}: {stay.blueprint or 'seed'}, {what}{why}"
+            shapes.append(Shape("polygon", points, f"stay mark {style}", words=words))
+            continue
         corners = [(left, top), (left + max(right - left - 0.5, 1), top + row - 1)]
         opacity = 0.35 + 0.65 * stay.alpha if stay.stage in LIVE else 1.0
         until = f"step {stay.start}" if stay.stop == stay.start + 1 else f"steps {stay.start} to {stay.stop - 1}"
         seed = f"{stay.blueprint}, " if stay.blueprint else ""
         dose = f", alpha {stay.alpha:.2g}" if stay.stage in ADDED else ""
-        why = f": {stay.why}" if stay.why else ""
-        words = f"environment {stay.env}, {slot}, {until}: {seed}{stay.stage.name}{dose}{why}"
-        shape = Shape("rect", corners, f"stay stage{int(stay.stage)}", words=words, opacity=opacity)
-        cells.append(((stay.env, stay.start, False), shape))
-    for mark in marks:
-        size = max(2.0, min(4.5, (row - 1) / 2))
-        x, y = across(mark.step) + size, TOP + row * mark.env + (row - 1) / 2
-        points = [(x - size, y - size), (x - size, y + size), (x + size, y)]  # a triangle that points to what follows
-        if not mark.planted:
-            points = [(x, y - size), (x + size, y), (x, y + size), (x - size, y)]
-        what, why = "GERMINATED (planted)" if mark.planted else "PRUNED (removed)", f": {mark.why}" if mark.why else ""
-        words = f"environment {mark.env}, {slot}, step {mark.step}: {mark.blueprint or 'seed'}, {what}{why}"
-        style = f"stay mark {'planted' if mark.planted else 'removed'}"
-        cells.append(((mark.env, mark.step, True), Shape("polygon", points, style, words=words)))
-    shapes = [shape for _, shape in sorted(cells)]
+        words += f", {until}: {seed}{stay.stage.name}{dose}{why}"
+        shapes.append(Shape("rect", corners, f"stay stage{int(stay.stage)}", words=words, opacity=opacity))
     for env in range(0, envs, max(1, envs // 32)):
         shapes.append(Shape("text", [(LEFT - 6, TOP + row * env + row - 1)], "tick", str(env), anchor="end"))
     shapes += _x_axis(_ticks(first, stop), across, height, "step")
     place = min(TOP + row * envs / 2 + LETTER * 5.5, height - 4.0)  # the name may be longer than the figure is high
     shapes.append(Shape("text", [(14, place)], "name", "environment", turned=True))
-    words = f"stages of slot {slot}: seeds in {len({stay.env for stay in stays})} of {envs} environments"
+    seeded = len({stay.env for stay in stays if stay.start < stay.stop})
+    words = f"stages of slot {slot}: seeds in {seeded} of {envs} environments"
     keys = [(f"stage{int(stage)}", stage.name) for stage in LASTING]
     keys += [("planted", "GERMINATED (a triangle)"), ("removed", "PRUNED (a diamond)")]
     return Figure(slot, None, f"slot {slot}", words, height, shapes, "chart timeline", keys=keys)

@@ -5,13 +5,13 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.karn.report.decided import REFUSALS
 from esper.karn.report.drawing import COLOURS, Figure, ForestRow, Series, curves, forest, heat_map, timeline
 from esper.karn.report.frame import ReportSection
 from esper.karn.run_model import NO_SEED, SIZE_CURVES, RunModel
 from esper.karn.terminal.console import DESCRIPTIONS, Table
 from esper.leyline.intervals import differences, mean_and_error, plus_minus, t_interval
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
+from esper.leyline.lifecycle.verdicts import Refusal
 from esper.leyline.text import counted
 
 DRAWN_READINGS = 48  # most columns of a figure of sensors or seeds
@@ -86,8 +86,7 @@ def growth_section(model: RunModel) -> ReportSection | None:
     figures = []
     for s, slot in enumerate(head.slots):
         stays = [stay for stay in model.stays if stay.slot == s]
-        marks = [mark for mark in model.marks if mark.slot == s]
-        figures.append(timeline(slot, stays, marks, envs, first, last))
+        figures.append(timeline(slot, stays, envs, first, last))
     # Whether the limits on seeds and parameters were reached, and how many decisions they closed or refused.
     lifecycle = model.config.get("lifecycle") or {}
     seeds, incubating = lifecycle.get("max_seeds"), lifecycle.get("max_training_seeds")
@@ -126,8 +125,8 @@ def growth_section(model: RunModel) -> ReportSection | None:
     limits = [f"{value} of the host's parameters ({key})" for key, value in caps.items() if value is not None]
     most = population.added.max()
     lines.append(f"Limits on parameters: {'; '.join(limits) or 'none'}. Most that were added at once: {most:,}.")
-    held = {reason: model.refused.get(reason, 0) for reason in ("seed_cap", "param_budget", "memory")}
-    refused = ", ".join(f"{count:,} because {REFUSALS[reason]}" for reason, count in held.items() if count)
+    held = {reason: model.refused[reason.name.lower()] for reason in Refusal if reason > Refusal.MASKED}
+    refused = ", ".join(f"{count:,} because {reason.meaning}" for reason, count in held.items() if count)
     lines.append(
         f"Plantings that the controller chose and a limit refused: {refused or 'none'}. A controller is shown which decisions "
         "are open and chooses among them, so a limit mostly shows in the decisions that it closed."
@@ -199,8 +198,8 @@ def sensors_section(model: RunModel) -> ReportSection | None:
     figures = []
     for s, slot in enumerate(head.slots):
         events = {
-            "planted": [mark.step for mark in model.marks if mark.slot == s and mark.planted],
-            "pruned": [mark.step for mark in model.marks if mark.slot == s and not mark.planted],
+            "planted": [stay.start for stay in model.stays if stay.slot == s and stay.stage == Stage.GERMINATED],
+            "pruned": [stay.start for stay in model.stays if stay.slot == s and stay.stage == Stage.PRUNED],
             "kept": [step for name, step in model.decided.kept if name == slot],
         }
         names, rows = list(events), []

@@ -17,7 +17,7 @@ from esper.karn.report import frame, grown
 from esper.karn.report.decided import decisions_section, faults_section
 from esper.karn.report.drawing import COLOURS, Series, curves
 from esper.karn.report.frame import Content, Pictures, ReportSection, flat_settings
-from esper.karn.report.trained import round_seconds, training_sections
+from esper.karn.report.trained import training_sections
 from esper.karn.run_model import NO_SEED, RunModel
 from esper.karn.terminal import console
 from esper.karn.terminal.console import Table
@@ -54,14 +54,7 @@ WORDS: Mapping[str, str] = {
     "slot": "a place in the host where one seed can be planted",
     "standard error": "how much a mean would vary if it were measured anew; z is a number of standard errors",
     "twin": "the same host on the same data that never grows",
-    "DORMANT": "the slot is empty",
-    "GERMINATED": "the seed was built in this step",
-    "TRAINING": "the seed trains and does not change the network's output yet",
-    "BLENDING": "alpha moves to its target, so the seed begins to act, or stops acting",
-    "HOLDING": "alpha is at its target, and the seed is on trial",
-    "FOSSILIZED": "the seed was kept for good",
-    "PRUNED": "the seed was removed in this step",
-    "EMBARGOED": "the slot is empty and cannot be planted again yet",
+    **{stage.name: stage.meaning for stage in Stage},
 }
 """The words of a report that have a meaning of their own."""
 
@@ -238,7 +231,16 @@ def _machine(model: RunModel) -> ReportSection:
     if "grown_params" in summary:
         lines.append(console.time_line(summary))
     elif summary.get("seconds") is not None:
-        lines += [f"The run took {summary['seconds']:,.1f} seconds.", *round_seconds(model)]
+        lines.append(f"The run took {summary['seconds']:,.1f} seconds.")
+        rows = [row for row in model.rounds if row.figures.get("controller_share") is not None]
+        whole, imitation = sum(row.seconds for row in rows), sum(row.seconds for row in rows if row.round < 0)
+        deciding = sum(row.seconds * (row.figures["controller_share"] or 0.0) for row in rows)
+        if rows:
+            lines.append(
+                f"Its {counted(len(rows), 'round')} took {whole:,.1f} seconds, {imitation:,.1f} of them imitation; the "
+                f"controller decided and learned for {deciding:,.1f} seconds, and networks were trained, measured and "
+                "validated in the others."
+            )
     command = _command(model)
     if command:
         lines.append(
@@ -248,10 +250,10 @@ def _machine(model: RunModel) -> ReportSection:
     phases = summary.get("phase_seconds")
     if phases:
         whole = sum(phases.values())
-        rows = [
+        shares = [
             (name, f"{seconds:,.2f}", f"{seconds / whole:.0%}" if whole else "-") for name, seconds in phases.items()
         ]
-        tables.append(Table("Time by phase of a step", ("phase", "seconds", "share"), rows))
+        tables.append(Table("Time by phase of a step", ("phase", "seconds", "share"), shares))
     figures, settings = [], flat_settings(model.config)
     if model.times is not None:
         series = [

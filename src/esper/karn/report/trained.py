@@ -122,17 +122,3 @@ def _curves(model: RunModel, names: Sequence[str], headings: Mapping[str, str]) 
 
 def _when(number: int) -> str:
     return "after imitation" if number < 0 else f"round {number}"
-
-
-def round_seconds(model: RunModel) -> list[str]:
-    """Return where the time of a training went: a sentence, if its rounds say so."""
-    rows = [row for row in model.rounds if row.figures.get("controller_share") is not None]
-    if not rows:
-        return []
-    whole = sum(row.seconds for row in rows)
-    deciding = sum(row.seconds * (row.figures["controller_share"] or 0.0) for row in rows)
-    imitation = sum(row.seconds for row in rows if row.round < 0)
-    return [
-        f"Its {counted(len(rows), 'round')} took {whole:,.1f} seconds, {imitation:,.1f} of them imitation; the controller "
-        f"decided and learned for {deciding:,.1f} seconds, and networks were trained, measured and validated in the others."
-    ]

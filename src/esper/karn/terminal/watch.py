@@ -24,17 +24,17 @@ with of_extra("tui", "esper watch needs textual, which is"):
     from textual.coordinate import Coordinate
     from textual.widgets import DataTable, Footer, Static
 
-SIGNS: Mapping[Stage, tuple[str, str, str]] = {
-    Stage.DORMANT: (".", "grey62", "the slot is empty"),
-    Stage.GERMINATED: ("g", "white", "the seed was built in this step and has not run yet"),
-    Stage.TRAINING: ("t", "yellow", "the seed trains, and does not change the output of the host"),
-    Stage.BLENDING: ("b", "cyan", "alpha moves along a ramp to its target"),
-    Stage.HOLDING: ("h", "magenta", "alpha is at its target, and the seed is on trial"),
-    Stage.FOSSILIZED: ("F", "green", "the seed is a permanent part of the network"),
-    Stage.PRUNED: ("x", "red", "the seed was removed in this step"),
-    Stage.EMBARGOED: ("e", "grey62", "the slot is empty and cannot be planted yet"),
+SIGNS: Mapping[Stage, tuple[str, str]] = {
+    Stage.DORMANT: (".", "grey62"),
+    Stage.GERMINATED: ("g", "white"),
+    Stage.TRAINING: ("t", "yellow"),
+    Stage.BLENDING: ("b", "cyan"),
+    Stage.HOLDING: ("h", "magenta"),
+    Stage.FOSSILIZED: ("F", "green"),
+    Stage.PRUNED: ("x", "red"),
+    Stage.EMBARGOED: ("e", "grey62"),
 }
-"""The letter and the colour of each stage in the grid, and what the stage means."""
+"""The letter and the colour of each stage in the grid."""
 
 CELL = 3  # width of a cell of the grid: the letter of the stage, the dose in tenths, a space [characters]
 PART = 2**22  # events that are read at once [bytes]
@@ -44,7 +44,7 @@ _FIRST = "validation objective", "return"  # curves of a training that come befo
 
 def text_of(stage: Stage, dose: str) -> Text:
     """Return a cell of the grid."""
-    sign, colour, _ = SIGNS[stage]
+    sign, colour = SIGNS[stage]
     return Text(sign + dose, colour)
 
 
@@ -267,10 +267,10 @@ class Watch(App[None]):
         if self.view == "explain":
             stage, _ = model.state(env, chosen)
             return [
-                f"environment {env}, slot {model.slots[chosen]}: {stage.name}: {SIGNS[stage][2]}.",
+                f"environment {env}, slot {model.slots[chosen]}: {stage.name}: {stage.meaning}.",
                 "",
                 "A cell is the letter of the stage and the dose alpha in tenths (* is 1):",
-                *(f"  {sign}  {stage.name}: {words}" for stage, (sign, _, words) in SIGNS.items()),
+                *(f"  {sign}  {stage.name}: {stage.meaning}" for stage, (sign, _) in SIGNS.items()),
                 "",
                 "contribution: the metric of the network minus that without the seed, with its standard error.",
                 "A seed is kept (FOSSILIZED) or pruned by the controller; the events of an environment say why.",

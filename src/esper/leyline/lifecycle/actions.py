@@ -1,70 +1,46 @@
 """Define what a controller can do: operations, the heads of a decision, and which heads each operation reads."""
 
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from esper.leyline.errors import InputError
+from esper.leyline.lifecycle.stages import MeantNumber
 from esper.leyline.records import brief
 from esper.leyline.text import kind_of
 
 Ints = NDArray[np.int64]
 
 
-class Op(IntEnum):
-    """Names the operations on a slot, of which a controller chooses one per environment and step.
+class Op(MeantNumber):
+    """Names the operations on a slot, of which a controller chooses one per environment and step."""
 
-    Attributes:
-        WAIT: do nothing
-        GERMINATE: plant a seed in a dormant slot
-        ADVANCE: start blending a trained seed in
-        SET_ALPHA: move a holding seed to another dose
-        PRUNE: remove a seed
-        FOSSILIZE: keep a holding seed permanently
-    """
-
-    WAIT = 0
-    GERMINATE = 1
-    ADVANCE = 2
-    SET_ALPHA = 3
-    PRUNE = 4
-    FOSSILIZE = 5
+    WAIT = 0, "do nothing"
+    GERMINATE = 1, "plant a seed in a dormant slot"
+    ADVANCE = 2, "start blending a trained seed in"
+    SET_ALPHA = 3, "move a holding seed to another dose"
+    PRUNE = 4, "remove a seed"
+    FOSSILIZE = 5, "keep a holding seed permanently"
 
 
-class Head(IntEnum):
-    """Names the parts of a decision, in the order in which they are chosen.
+class Head(MeantNumber):
+    """Names the parts of a decision, in the order in which they are chosen."""
 
-    Attributes:
-        OP: the operation, an `Op`
-        SLOT: the slot, an index
-        BLUEPRINT: what is planted, an index into the menu
-        BLEND: how the seed enters the stream, a `Blend`
-        TEMPO: length of the ramp, an index into `Space.tempos`
-        TARGET: alpha at the end of the ramp, an index into `Space.targets`
-    """
-
-    OP = 0
-    SLOT = 1
-    BLUEPRINT = 2
-    BLEND = 3
-    TEMPO = 4
-    TARGET = 5
+    OP = 0, "the operation, an `Op`"
+    SLOT = 1, "the slot, an index"
+    BLUEPRINT = 2, "what is planted, an index into the menu"
+    BLEND = 3, "how the seed enters the stream, a `Blend`"
+    TEMPO = 4, "length of the ramp, an index into `Space.tempos`"
+    TARGET = 5, "alpha at the end of the ramp, an index into `Space.targets`"
 
 
-class Blend(IntEnum):
-    """Says how a seed's change delta enters the stream h at dose alpha.
+class Blend(MeantNumber):
+    """Says how a seed's change delta enters the stream h at dose alpha."""
 
-    Attributes:
-        ADD: h + alpha * delta
-        GATE: h + alpha * g(u) * delta
-        MULTIPLY: h * (1 + alpha * tanh(delta))
-    """
-
-    ADD = 0
-    GATE = 1
-    MULTIPLY = 2
+    ADD = 0, "h + alpha * delta"
+    GATE = 1, "h + alpha * g(u) * delta"
+    MULTIPLY = 2, "h * (1 + alpha * tanh(delta))"
 
 
 RELEVANT: NDArray[np.bool_] = np.zeros((len(Op), len(Head)), bool)
