@@ -79,11 +79,11 @@ class Kept:
 
 def carried(folder, target, more=lambda: False):
     """Export a run to a target in memory, and return what was exported. `more` writes further rows, as long as it is true."""
-    export = Export(open_run(folder), folder.name, target, lambda run, summary: None)
+    export = Export(open_run(folder), folder.name, target)
     try:
         while more():
             export.update()
-        status = export.end()
+        status = export.end(lambda run, summary: None)
     finally:
         export.close()
     return SimpleNamespace(status=status, points=export.points, x=export.x, final=export.is_final)

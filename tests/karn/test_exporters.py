@@ -231,7 +231,7 @@ def test_a_folder_with_other_files_or_another_target_is_refused_and_left_alone(r
     def refused(into, sentence, target="wandb"):
         with (
             pytest.raises(InputError, match=sentence),
-            export_of(esper.open_run(run), target, into, draw=lambda run, summary: None),
+            export_of(esper.open_run(run), target, into),
         ):
             pass
 
@@ -239,7 +239,7 @@ def test_a_folder_with_other_files_or_another_target_is_refused_and_left_alone(r
     refused(tmp_path, r"holds other files and no exports; name a new or an empty folder \(--into\)")
     refused(tmp_path / "notes.txt", r"notes\.txt cannot be read as a folder: Not a directory")
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-    with export_of(esper.open_run(run), "wandb", tmp_path / "a", draw=lambda run, summary: None):
+    with export_of(esper.open_run(run), "wandb", tmp_path / "a"):
         refused(tmp_path / "a", "writes to .*; wait for its end")
     refused(tmp_path / "a", "holds exports to wandb, not to tensorboard; name another folder", "tensorboard")
     refused(run / "exports", "is in the run folder")
@@ -251,7 +251,7 @@ def test_runs_have_names_that_no_other_run_of_the_target_has(run, tmp_path, in_m
     for folder in folders:
         shutil.copytree(run, folder)
         for where, into in (("beside", None), ("shared", tmp_path / "shared")):
-            with export_of(esper.open_run(folder), "wandb", into, draw=lambda run, summary: None) as (export, place):
+            with export_of(esper.open_run(folder), "wandb", into) as (export, place):
                 names[where].append(export.name)
                 assert place == (into or folder.parent / "exports" / "wandb")
     assert names["beside"][1] == names["beside"][3] == "x-y-b"

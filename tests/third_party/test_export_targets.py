@@ -78,7 +78,7 @@ def killed(*values):
     kept(*values)
 
 setattr(MAKE[name], place, killed)
-with export_of(run, name, Path(into), draw=lambda run, summary: None) as (export, _):
+with export_of(run, name, Path(into)) as (export, _):
     export.update()
 """
 TRACKIO = """

@@ -147,11 +147,11 @@ def export_events(
 
     source = open_run(run)
     try:
-        with export_of(source, to, into, patience=60.0 if follow else 0.0, draw=network_boxes) as (export, folder):
+        with export_of(source, to, into, patience=60.0 if follow else 0.0) as (export, folder):
             while follow and source.is_written:
                 export.update()
                 time.sleep(EVERY)
-            status = export.end()
+            status = export.end(network_boxes)
     except ExportError as error:
         fail(error, 1)
     place = "no points" if export.x < 0 else f"{counted(export.points, 'point')} up to x = {export.x:,}"

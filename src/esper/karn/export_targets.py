@@ -16,7 +16,8 @@ from esper.karn.report.drawing import Figure, Shape, paint
 from esper.karn.terminal.console import Table, comparison_table
 from esper.leyline.errors import InputError
 from esper.leyline.text import counted, printable, rounded
-from esper.store.lock import Lock
+from esper.store.disk import write_once
+from esper.store.lock import locked_folder
 
 PROJECT = "esper"  # the name of the project, or the experiment, in every target
 KEPT = ".esper"  # the folder of the records in a folder of exports; no program that shows runs looks into it
@@ -148,10 +149,7 @@ class MLflow(Target):
         """
         store = self.folder / "mlflow.db"
         part = store.with_suffix(".part")
-        (self.folder / KEPT).mkdir(exist_ok=True)
-        lock = Lock(self.folder / KEPT, lambda line: None)
-        lock.take(60.0)
-        try:
+        with locked_folder(self.folder / KEPT, lambda line: None, write_once, 60.0):
             if not store.exists():
                 part.unlink(missing_ok=True)
                 self._connect(part).search_experiments()
@@ -160,8 +158,6 @@ class MLflow(Target):
             found = client.get_experiment_by_name(PROJECT)
             place = (self.folder / "artifacts").as_uri()
             experiment = found.experiment_id if found else client.create_experiment(PROJECT, place)
-        finally:
-            lock.release()
         for earlier in client.search_runs([experiment], f"attributes.run_name = '{name}'"):
             client.delete_run(earlier.info.run_id)
         tags = {key: str(value) for key, value in facts.items()}

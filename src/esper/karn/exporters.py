@@ -15,9 +15,9 @@ from esper.leyline.distribution import check_installed
 from esper.leyline.errors import InputError, first_line, system_in_words, typed_line
 from esper.leyline.text import printable
 from esper.nissa.rows import Row
-from esper.store.disk import read_kept, write_atomic
+from esper.store.disk import read_kept, write_atomic, write_once
 from esper.store.files import ENVIRONMENT, EVENTS
-from esper.store.lock import Lock
+from esper.store.lock import locked_folder
 
 EXPORTS = "exports"  # the folder beside the run folders that exporters write to unless another one is named
 TARGET = "target"  # the file that names the target of a folder of exports
@@ -38,8 +38,8 @@ class ExportError(RuntimeError):
 class Export:
     """Exports one run to one target, where it replaces the run of that name."""
 
-    def __init__(self, run: OpenRun, name: str, target: Target, draw: Draw) -> None:
-        self.run, self.name, self.target, self.draw = run, name, target, draw
+    def __init__(self, run: OpenRun, name: str, target: Target) -> None:
+        self.run, self.name, self.target = run, name, target
         self.is_open = False
         self._tail = Tail(run.folder / EVENTS, self._begin)
         self._begin()
@@ -62,7 +62,7 @@ class Export:
         if self.is_open:
             self._call(self.target.flush)
 
-    def end(self) -> str:
+    def end(self, draw: Draw) -> str:
         """Write the rest, and the table and the image of a run that has ended. Returns the status of the run."""
         self.update()
         summary, status = self.run.summary, self.run.status
@@ -71,7 +71,7 @@ class Export:
             x = max(self.x, 0)
             self._open()
             if "rounds_done" not in summary:  # a training grows other networks in every round
-                boxes = self.draw(self.run, summary) or list(boxes_of(summary, self.model.slots))
+                boxes = draw(self.run, summary) or list(boxes_of(summary, self.model.slots))
                 env, grown = summary["best"]["env"], summary["grown"]
                 best = f"{summary['task']}, {summary['controller']}: environment {env}, the best"
                 pixels = drawing(f"{best}; {grown.count(grown[env])} of {len(grown)} grew the same", boxes)
@@ -110,7 +110,7 @@ class Export:
 
 @contextmanager
 def export_of(
-    run: OpenRun, target: str, into: Path | None = None, *, patience: float = 0.0, draw: Draw
+    run: OpenRun, target: str, into: Path | None = None, *, patience: float = 0.0
 ) -> Iterator[tuple[Export, Path]]:
     """Give the export of a run to a target, and the folder to which it is exported; in the end it is closed.
 
@@ -144,14 +144,15 @@ def export_of(
             )
     elif names and names != [KEPT]:  # a crash may leave the folder of the locks without the name of the target
         raise InputError(f"{folder} holds other files and no exports; name a new or an empty folder (--into)")
-    made, lock = MAKE[target](folder), Lock(folder / KEPT / name, lambda line: None)
+    made = MAKE[target](folder)
     with system_in_words(f"{folder} cannot be written", "name another folder (--into)"):
-        lock.path.parent.mkdir(parents=True, exist_ok=True)
+        marked.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(marked, f"{target}\n")
-    lock.take(patience)
-    with ExitStack() as held:
-        held.callback(lock.release)
-        yield held.enter_context(closing(Export(run, name, made, draw))), folder
+    with (
+        locked_folder(folder / KEPT / name, lambda line: None, write_once, patience),
+        closing(Export(run, name, made)) as export,
+    ):
+        yield export, folder
 
 
 class Exporter:
@@ -169,7 +170,7 @@ class Exporter:
             return
         with self._explained():
             if self._export is None:
-                opened = export_of(open_run(self.folder), self.target, patience=PATIENCE, draw=self.draw)
+                opened = export_of(open_run(self.folder), self.target, patience=PATIENCE)
                 self._export, _ = self._held.enter_context(opened)
             self._export.update()
         self._due = time.monotonic() + EVERY
@@ -178,7 +179,7 @@ class Exporter:
         """Write the rest, the table and the image of a run that has ended, and close the target."""
         with self._explained(), self._held:
             if self._export is not None:
-                self._export.end()
+                self._export.end(self.draw)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

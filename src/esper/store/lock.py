@@ -73,10 +73,10 @@ class Lock:
 
 
 @contextmanager
-def locked_folder(folder: Path, note: Callable[[str], None], retry: Retry) -> Iterator[None]:
+def locked_folder(folder: Path, note: Callable[[str], None], retry: Retry, patience: float = _TRIES) -> Iterator[None]:
     """Make a folder, and hold its lock in the body. Folders that were made for it and are empty in the end are removed.
 
-    Raises InputError if the folder cannot be made or another process holds the lock.
+    Raises InputError if the folder cannot be made, or if another process holds the lock for more than `patience` seconds.
     """
     made = [each for each in (folder, *folder.parents) if not each.exists()]  # innermost first
     lock = Lock(folder, note)
@@ -90,7 +90,7 @@ def locked_folder(folder: Path, note: Callable[[str], None], retry: Retry) -> It
             raise InputError(
                 f"cannot write to {error.filename}: {error.strerror}; name another folder (--out, out=)"
             ) from None
-        lock.take()
+        lock.take(patience)
 
     try:
         retry(lock.path, take)
