@@ -19,7 +19,7 @@ from esper.karn.reader import MEND
 from esper.karn.report.frame import asset, render_content
 from esper.karn.serve import contents, pages
 from esper.karn.serve.access import Door, Guard
-from esper.karn.serve.library import KEPT, Followed, Library, ListedRun
+from esper.karn.serve.library import KEPT, Followed, Library, ListedRun, Shown
 from esper.leyline.errors import InputError
 from esper.leyline.intervals import plus_minus
 from esper.leyline.text import counted
@@ -46,14 +46,13 @@ class RouteContext:
         return found
 
     def runs(self, request: Request) -> Response:
-        version, content = self._runs(request)
-        query = f"?{request.url.query}" if request.url.query else ""
-        return pages.shell("Runs", content, source=f"/content{query}", version=version)
+        shown, query = self._runs(request), f"?{request.url.query}" if request.url.query else ""
+        return pages.shell("Runs", shown.content, source=f"/content{query}", version=shown.version)
 
     def runs_content(self, request: Request) -> Response:
         return _newer(request, version_of(self.library.entries()), False, lambda: self._runs(request))
 
-    def _runs(self, request: Request) -> tuple[str, str]:
+    def _runs(self, request: Request) -> Shown:
         query = request.query_params
         words, tags = query.get("q", ""), {tag: query.get(tag, "") for tag in pages.TAGS}
         entries = self.library.entries()
@@ -66,7 +65,7 @@ class RouteContext:
         nothing = "No run is here yet; one that begins appears by itself." if not entries else "No run is like that."
         chosen, said = {"words": words, **tags}, {"heading": heading, "nothing": nothing}
         content = pages.render("runs.html", entries=shown[: pages.LISTED], chosen=chosen, choices=choices, **said)
-        return version_of(entries), content
+        return Shown(version_of(entries), content)
 
     def run(self, request: Request) -> Response:
         """Return the report of one run, which follows it."""
@@ -82,12 +81,7 @@ class RouteContext:
 
     def run_content(self, request: Request) -> Response:
         followed = self.follow(self.folder(request))
-
-        def made() -> tuple[str, str]:
-            shown = followed.page()
-            return shown.version, shown.content
-
-        return _newer(request, followed.version, followed.ended, made)
+        return _newer(request, followed.version, followed.ended, followed.page)
 
     def compare(self, request: Request) -> Response:
         keys = list(dict.fromkeys(request.query_params.getlist("run")))
@@ -204,12 +198,12 @@ def version_of(entries: Sequence[ListedRun]) -> str:
     return f"{hash(tuple(entries)) & 0xFFFFFFFFFFFFFFFF:016x}"
 
 
-def _newer(request: Request, version: str, ended: bool, content: Callable[[], tuple[str, str]]) -> Response:
+def _newer(request: Request, version: str, ended: bool, page: Callable[[], Shown]) -> Response:
     """Return the content of a page with its version, or nothing if the page that asks has it; and whether none will follow."""
     if request.headers.get("X-Version") == version:
         return Response(status_code=204, headers={"X-Ended": "1"} if ended else {})
-    version, text = content()
-    return HTMLResponse(text, headers={"X-Version": version})
+    shown = page()
+    return HTMLResponse(shown.content, headers={"X-Version": shown.version})
 
 
 def _download(file: IO[bytes], size: int, name: str, media_type: str) -> Response:

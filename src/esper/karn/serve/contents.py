@@ -1,6 +1,5 @@
 """List what a run folder holds: decisions that a filter selects, and files. No text of a request becomes part of a path."""
 
-import errno
 import os
 import shutil
 import stat
@@ -86,13 +85,9 @@ def files_of(folder: Path) -> dict[str, int]:
 
 def archives_of(folder: Path) -> dict[str, Path]:
     """Return the folders of networks, and of a controller, by the name of their archive; links are left out."""
-    found = {}
-    if _is_folder(folder / MODELS):
-        inside = sorted(path for path in (folder / MODELS).iterdir() if _is_folder(path))
-        found = {f"{path.name}.zip": path for path in inside}
-    if _is_folder(folder / CONTROLLER):
-        found[f"{CONTROLLER}.zip"] = folder / CONTROLLER
-    return found
+    models = folder / MODELS
+    paths = [*(sorted(models.iterdir()) if _is_folder(models) else ()), folder / CONTROLLER]
+    return {f"{path.name}.zip": path for path in paths if _is_folder(path)}
 
 
 def chunks(file: IO[bytes], size: int) -> Iterator[bytes]:
@@ -119,20 +114,17 @@ def filled(fill: Callable[[IO[bytes]], None]) -> tuple[IO[bytes], int]:
 def archive(folder: Path) -> tuple[IO[bytes], int]:
     """Return a zip archive of the files in a folder of `archives_of`, in a file without a name, and its size.
 
-    Weights are stored and not compressed, because they do not become smaller. InputError if a file cannot be read.
+    Weights are stored and not compressed, because they do not become smaller. OSError if a file cannot be read.
     """
 
     def pack(packed: IO[bytes]) -> None:
         # The folder is held open, so that no link can take its place while its files are read.
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+        parent = os.open(folder.parent, flags)
         try:
-            parent = os.open(folder.parent, flags)
-            try:
-                opened = os.open(folder.name, flags, dir_fd=parent)
-            finally:
-                os.close(parent)
-        except OSError as error:
-            raise InputError(f"{folder}: {os.strerror(error.errno or errno.EIO)}; {MEND}") from None
+            opened = os.open(folder.name, flags, dir_fd=parent)
+        finally:
+            os.close(parent)
         try:
             with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as target:
                 for name in sorted(os.listdir(opened)):

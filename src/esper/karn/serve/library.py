@@ -11,8 +11,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from markupsafe import Markup
-
 from esper.karn.reader import Status, Tail, open_run
 from esper.karn.report.frame import render_content
 from esper.karn.report.page import content_of
@@ -130,14 +128,11 @@ def key_of(folder: Path) -> str:
 
 def file_state(folder: Path) -> tuple[object, ...]:
     """Return what changes when a file of a run or its process does, found without reading rows."""
-    stats: list[tuple[int, int, int] | None] = []
+    stats = []
     for name in (EVENTS, SUMMARY, CONFIG, ENVIRONMENT):
-        try:
+        with suppress(OSError):
             found = os.lstat(folder / name)
-        except OSError:
-            stats.append(None)
-        else:
-            stats.append((found.st_ino, found.st_size, found.st_mtime_ns))
+            stats.append((name, found.st_ino, found.st_size, found.st_mtime_ns))
     owner = owner_of(folder / LOCK)
     return (*stats, owner is not None and lives(owner))
 
@@ -160,11 +155,11 @@ def _is_there(folder: Path) -> bool:
 
 
 class Shown(NamedTuple):
-    """Holds a page of a run."""
+    """Holds a page that changes."""
 
     version: str  # changes with the page
-    status: str  # how the run stands
-    content: Markup  # header and main part
+    content: str  # header and main part
+    status: str = "running"  # how the run stands
 
 
 class Followed:
@@ -201,7 +196,7 @@ class Followed:
             start = time.monotonic()
             model = self._model.complete(self.run)
             content = render_content(content_of(model, self.run.folder.name))
-            self._shown = Shown(version, model.status, content)
+            self._shown = Shown(version, content, model.status)
             self._due = start + max(LEAST, (time.monotonic() - start) / SHARE)
             return self._shown
 
