@@ -21,7 +21,7 @@ from esper.leyline.config.tree import BASELINES, Config, build_config
 from esper.leyline.distribution import of_extra
 from esper.leyline.errors import InputError, typed_line
 from esper.nissa.events import RunShape, decode_lines, read_events, record
-from esper.nissa.rows import KINDS, Count, Row
+from esper.nissa.rows import KINDS, Count, Row, Value
 from esper.store.disk import open_regular, read_kept
 from esper.store.files import CHANGES, CONFIG, ENVIRONMENT, EVENTS, SUMMARY, is_run
 from esper.store.lock import LOCK, lives, owner_of
@@ -319,7 +319,6 @@ def _type_of(shape: Any) -> Any:
     return shape
 
 
-Value = float | None
 _LABEL = str, int, float, bool
 _STATUS = Literal["running", "finished", "interrupted", "failed"]
 _ENVIRONMENT = _type_of({"command?": [str]})
@@ -446,11 +445,9 @@ def is_whole(summary: Any, training: bool) -> bool:
 
 def _known(content: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
     """Return the keys of a mapping that a config, or a section of it, has."""
-    known = {}
-    for name, field in model.model_fields.items():
-        if name in content:
-            value, inner = content[name], field.annotation
-            if isinstance(inner, type) and issubclass(inner, BaseModel) and isinstance(value, Mapping):
-                value = _known(value, inner)
-            known[name] = value
+    known = {name: content[name] for name in model.model_fields if name in content}
+    for name, value in known.items():
+        inner = model.model_fields[name].annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel) and isinstance(value, Mapping):
+            known[name] = _known(value, inner)
     return known

@@ -95,17 +95,15 @@ class RunShape:
                 continue
             for key, part in value.items() if isinstance(value, dict) else [("", value)]:
                 _check_lengths(f"{name}[{key!r}]" if key else name, part, axes, sizes)
-        if head is not None:
-            for name in _ENVS[type(row)]:
-                value = getattr(row, name)
-                for env in value if isinstance(value, list) else [value]:
-                    if env >= head.envs:
-                        raise InputError(f"{name} is {env}, and the run has {counted(head.envs, 'environment')}")
-            for name in _SLOTS[type(row)]:
-                value = getattr(row, name)
-                for slot in value if isinstance(value, list | dict) else [value]:
-                    if slot is not None and slot not in head.slots:
-                        raise InputError(f"{name} is {slot!r}, and the run has the slots {', '.join(head.slots)}")
+        if head is None:
+            return
+        for name in _PLACES[type(row)]:
+            value = getattr(row, name)
+            for place in value if isinstance(value, list | dict) else [value]:
+                if isinstance(place, int) and place >= head.envs:
+                    raise InputError(f"{name} is {place}, and the run has {counted(head.envs, 'environment')}")
+                if isinstance(place, str) and place not in head.slots:
+                    raise InputError(f"{name} is {place!r}, and the run has the slots {', '.join(head.slots)}")
 
 
 def _check_lengths(name: str, values: Any, axes: str, sizes: dict[str, int]) -> None:
@@ -219,11 +217,9 @@ _DEPTHS = {
     for row, lists in _LISTS.items()
 }
 """Fields that hold lists of numbers, each with the depth of its lists, by kind of row."""
-_ENVS, _SLOTS = (
-    {row: tuple(name for name in names if name in row.__struct_fields__) for row in KINDS.values()}
-    for names in (("env", "failed_envs", "failed_twins"), ("slot", "pruned", "unfinished", "grown"))
-)
-"""Fields that name environments, and fields that name slots, by kind of row."""
+_NAMING = "env", "failed_envs", "failed_twins", "slot", "pruned", "unfinished", "grown"
+_PLACES = {row: [name for name in _NAMING if name in row.__struct_fields__] for row in KINDS.values()}
+"""Fields that name environments or slots, by kind of row."""
 
 _encoder = msgspec.json.Encoder(enc_hook=_plain)
 _decoder: msgspec.json.Decoder[Row] = msgspec.json.Decoder(functools.reduce(operator.or_, KINDS.values()))

@@ -73,14 +73,12 @@ class Guarded:
 
     def _call(self, name: str, calls: Sequence[tuple[Row, ...]]) -> None:
         """Call a method of the output with each of these arguments, in the thread."""
-        for arguments in calls if self.output is not None else ():
-            try:
+        try:
+            for arguments in calls if self.output is not None else ():
                 getattr(self.output, name)(*arguments)
-            except Exception as error:  # whatever the user's code raises
-                self.output = None
-                said = f"{name} of the output {self._name} raised {typed_line(error)}"
-                self._failure = f"{said}; the run goes on without this output"
-                return
+        except Exception as error:  # whatever the user's code raises
+            self.output, said = None, f"{name} of the output {self._name} raised {typed_line(error)}"
+            self._failure = f"{said}; the run goes on without this output"
 
     def _report(self) -> None:
         if self._failure is not None:

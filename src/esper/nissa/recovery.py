@@ -139,7 +139,6 @@ def _read(line: bytes) -> AnyRow | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        row = _decoder.decode(line)
+        return _decoder.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    return row if row.seq >= 0 else None

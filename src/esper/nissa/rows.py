@@ -20,6 +20,8 @@ from esper.leyline.lifecycle.stages import Stage
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Value = float | None
+"""A number, or null where it was not measured."""
 StageNumber = Annotated[int, Meta(ge=int(min(Stage)), le=int(max(Stage)))]
 
 if TYPE_CHECKING:
@@ -97,7 +99,7 @@ class AnyRow(msgspec.Struct):
     """Reads the fields that rows of every kind and version have, and what a run row says of its run and its version."""
 
     kind: str
-    seq: int = -1
+    seq: Count
     status: str | None = None
     schema: int = 1  # a run row of the first version has none
 
@@ -167,7 +169,7 @@ class DecisionRow(EnvRow, tag="decision", kw_only=True):
     ] = None
     blend: Annotated[str | None, about("how the seed enters the stream; null where there is no seed")] = None
     tempo: Annotated[Count | None, about("length of the ramp; null where the operation has none [steps]")] = None
-    target: Annotated[float | None, about("dose at the end of the ramp; null where the operation has none")] = None
+    target: Annotated[Value, about("dose at the end of the ramp; null where the operation has none")] = None
     price: Annotated[Count | None, about("parameters of the seed; null where there is no seed")] = None
     carried_out: Annotated[bool, about("whether the decision was carried out")]
     refusal: Annotated[str | None, about("why it was not carried out; null where it was")] = None
@@ -176,20 +178,18 @@ class DecisionRow(EnvRow, tag="decision", kw_only=True):
         str | None, about("result of the gate that the seed must pass next; null at a stage without a gate")
     ] = None
     margins: Annotated[
-        Mapping[str, float | None],
+        Mapping[str, Value],
         about(
             "by check of that gate: how far the seed is above the limit, in the unit of the check; a check passes "
             "above 0, and null is not measured"
         ),
     ] = {}
-    contribution_mean: Annotated[
-        float | None, about("contribution of the seed to the metric; null where not measured")
-    ] = None
-    contribution_se: Annotated[float | None, about("its standard error")] = None
-    gain_mean: Annotated[float | None, about("incubation gain of the seed; null where not measured")] = None
-    gain_se: Annotated[float | None, about("its standard error")] = None
+    contribution_mean: Annotated[Value, about("contribution of the seed to the metric; null where not measured")] = None
+    contribution_se: Annotated[Value, about("its standard error")] = None
+    gain_mean: Annotated[Value, about("incubation gain of the seed; null where not measured")] = None
+    gain_se: Annotated[Value, about("its standard error")] = None
     rule_sensors: Annotated[
-        Mapping[str, float | None],
+        Mapping[str, Value],
         about("by name: the sensors of the slot that the controller's rule looked at; absent for a policy"),
     ] = {}
     choice_counts: Annotated[
@@ -213,9 +213,9 @@ class DecisionRow(EnvRow, tag="decision", kw_only=True):
         "6",
         about("entropy of the policy's distribution of each head [nats]; null where `probabilities` are"),
     ] = None
-    value: Annotated[
-        float | None, about("return that the policy expected from this step on; null for other controllers")
-    ] = None
+    value: Annotated[Value, about("return that the policy expected from this step on; null for other controllers")] = (
+        None
+    )
 
 
 class LifecycleRow(SlotRow, tag="lifecycle", kw_only=True, rename={"from_stage": "from", "to_stage": "to"}):
@@ -229,11 +229,11 @@ class LifecycleRow(SlotRow, tag="lifecycle", kw_only=True, rename={"from_stage":
         str | None, about("why the seed was planted, pruned or fossilized; null at other changes and rollbacks")
     ] = None
     contribution_mean: Annotated[
-        float | None, about("contribution to the metric at that decision; null where not measured")
+        Value, about("contribution to the metric at that decision; null where not measured")
     ] = None
-    contribution_se: Annotated[float | None, about("its standard error")] = None
-    gain_mean: Annotated[float | None, about("incubation gain at that decision; null where not measured")] = None
-    gain_se: Annotated[float | None, about("its standard error")] = None
+    contribution_se: Annotated[Value, about("its standard error")] = None
+    gain_mean: Annotated[Value, about("incubation gain at that decision; null where not measured")] = None
+    gain_se: Annotated[Value, about("its standard error")] = None
     gate_checks: Annotated[str | None, about("result of the gate of the seed at that decision")] = None
 
 
@@ -243,7 +243,7 @@ class GateRow(SlotRow, tag="gate", kw_only=True):
     gate: Annotated[str, about("advance, which ends TRAINING, or fossilize, which ends HOLDING")]
     passed: Annotated[bool, about("whether the seed passes")]
     margins: Annotated[
-        Mapping[str, float | None],
+        Mapping[str, Value],
         about("by check: how far the seed is above the limit; a check passes above 0, and null is not measured"),
     ]
 
@@ -308,7 +308,7 @@ class PhasesRow(AtStepRow, tag="phases", kw_only=True):
         ),
     ]
     reading_p95: Annotated[
-        float | None,
+        Value,
         about(
             "the wait for a batch that 95 % of those of these steps did not exceed, up to 5 % too high; null where all "
             "examples are in memory [seconds]"
@@ -322,9 +322,7 @@ class PhasesRow(AtStepRow, tag="phases", kw_only=True):
         Count | None,
         about("how often the run waited in these steps because the queue of an output was full; null without one"),
     ] = None
-    output_wait_seconds: Annotated[float | None, about("how long it waited so; null without an output [seconds]")] = (
-        None
-    )
+    output_wait_seconds: Annotated[Value, about("how long it waited so; null without an output [seconds]")] = None
 
 
 class GradientsRow(AtStepRow, tag="gradients", kw_only=True):
@@ -357,8 +355,8 @@ class RollbackRow(EnvRow, tag="rollback", kw_only=True):
 
     twin: Annotated[bool, about("true if the never-grow twin failed, false if the environment itself failed")]
     reason: Annotated[str, about("the vital sign that failed")]
-    metric: Annotated[float | None, about("task metric on the probe split, before the restoration")]
-    loss: Annotated[float | None, about("loss on the probe split, before the restoration")]
+    metric: Annotated[Value, about("task metric on the probe split, before the restoration")]
+    loss: Annotated[Value, about("loss on the probe split, before the restoration")]
     pruned: Annotated[Sequence[str], about("slots whose seed is not in the snapshot")]
     slot_stages: Annotated[Sequence[StageNumber], "S", about("stage of every slot, after the restoration")]
 
@@ -388,8 +386,8 @@ class EpisodeRow(EnvRow, tag="episode", kw_only=True):
     """Records one environment at the end of an episode. The figures are those of the network that is exported."""
 
     step: Annotated[Count, about("steps taken")]
-    metric: Annotated[float | None, about("task metric on the probe split")]
-    loss: Annotated[float | None, about("loss on the probe split")]
+    metric: Annotated[Value, about("task metric on the probe split")]
+    loss: Annotated[Value, about("loss on the probe split")]
     host_params: Annotated[Count, about("parameters of the host")]
     added_params: Annotated[Count, about("parameters of the seeds that were kept")]
     fossilized: Annotated[Count, about("seeds that were kept")]
@@ -415,7 +413,7 @@ class CheckpointRow(Row, tag="checkpoint", kw_only=True):
     file: Annotated[str, about("its folder within the run folder")]
     bytes: Annotated[Count, about("size of its files [bytes]")]
     seconds: Annotated[
-        float | None, about("duration of the writing, beside the run; null where the run was resumed from it [seconds]")
+        Value, about("duration of the writing, beside the run; null where the run was resumed from it [seconds]")
     ] = None
     best: Annotated[bool, about("whether it is that of the best controller so far")] = False
 
@@ -425,7 +423,7 @@ class RoundRow(Row, tag="round", kw_only=True):
 
     round: Annotated[Whole, about("counted from 0; rounds of imitation are below 0")]
     seconds: Annotated[float, about("duration of the round [seconds]")]
-    figures: Annotated[Mapping[str, float | None], about("by name (`esper docs training`); null where not measured")]
+    figures: Annotated[Mapping[str, Value], about("by name (`esper docs training`); null where not measured")]
     anomalies: Annotated[Mapping[str, str], about("what is wrong with the learner: a sentence by name")] = {}
 
 
@@ -435,16 +433,12 @@ class SizeRow(Row, tag="size", kw_only=True):
     step: Annotated[Count, about("steps of the optimizer so far")]
     seen: Annotated[Count, about("targets, such as labels or tokens, that the loop has trained on")]
     params: Annotated[Count, about("parameters of the network")]
-    loss: Annotated[
-        float | None, about("loss of the averaged network on the probe; null where it was not looked at")
-    ] = None
+    loss: Annotated[Value, about("loss of the averaged network on the probe; null where it was not looked at")] = None
     widths: Annotated[
         Mapping[str, Sequence[Count]],
         about("by layer: its width before and after the growth; absent where the network did not grow"),
     ] = {}
-    seconds: Annotated[float | None, about("what the growth took; null where the network did not grow [seconds]")] = (
-        None
-    )
+    seconds: Annotated[Value, about("what the growth took; null where the network did not grow [seconds]")] = None
     why: Annotated[str | None, about("why the network became wider, or why it is not larger")] = None
 
 
