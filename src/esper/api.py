@@ -17,7 +17,7 @@ from torch import nn
 
 from esper.karn.evaluation import draw_evaluation, print_evaluation
 from esper.karn.reader import is_whole, open_run
-from esper.karn.report.page import report_at_end, report_of_evaluation
+from esper.karn.report.page import report_at_end
 from esper.karn.terminal.console import print_lines, print_summary, print_training
 from esper.karn.terminal.progress import Shown, evaluation_progress, run_progress
 from esper.kasmina.blueprints import BLUEPRINTS, count, drawn_with
@@ -351,7 +351,7 @@ def evaluate(
             retry = disk_retry(config, say, path)
             retry(path / FIGURE, lambda: write_atomic(path / FIGURE, draw_evaluation(record)))
             if config.report:
-                report_of_evaluation(record, path)
+                report_at_end(path, record)
             # last, as a folder with a record is whole
             retry(path / EVALUATION, lambda: write_atomic(path / EVALUATION, to_json(record)))
     return record

@@ -95,27 +95,20 @@ def read_content(folder: Path) -> Content:
         return content_of(read_model(opened), opened.folder.resolve().name)
 
 
-def report_at_end(folder: Path) -> None:
-    """Write the report of a run that has ended, unless `report` is false in its config or the page is newer than the summary.
+def report_at_end(folder: Path, record: Mapping[str, Any] | None = None) -> None:
+    """Write the report of a run that has ended, or of an evaluation, from its record, which is in the folder only afterwards.
 
-    The figures of the run are safe by then, so an error only issues a RunWarning.
+    That of a run is left out if `report` is false in its config or the page is newer than the summary. The figures are safe by
+    then and a report can be written again, so an error only issues a RunWarning.
     """
     summary, path = folder / SUMMARY, folder / REPORT
     try:
-        if not open_run(folder).config.get("report", True):
-            return
-        if path.exists() and summary.exists() and path.stat().st_mtime_ns >= summary.stat().st_mtime_ns:
-            return
-        write_report(folder)
-    except (InputError, OSError) as error:
-        warn(f"no report was written: {error}", RunWarning)
-
-
-def report_of_evaluation(record: Mapping[str, Any], folder: Path) -> None:
-    """Write the report of an evaluation to its folder. An error only issues a RunWarning, as a report can be written again."""
-    try:
-        content = evaluation.content_of(json.loads(to_json(record)), folder.resolve().name)
-        frame.write_page(folder / REPORT, content)
+        if record is not None:
+            frame.write_page(path, evaluation.content_of(json.loads(to_json(record)), folder.resolve().name))
+        elif open_run(folder).config.get("report", True):
+            whole = path.exists() and summary.exists() and path.stat().st_mtime_ns >= summary.stat().st_mtime_ns
+            if not whole:
+                write_report(folder)
     except (InputError, OSError) as error:
         warn(f"no report was written: {error}", RunWarning)
 
@@ -300,17 +293,11 @@ def heading(model: RunModel) -> str:
         return console.heading_line(model.summary)
     if head is None:
         return f"{model.status}; the run kept no events (telemetry.level)"
+    what = f"{head.controller}: {counted(head.envs, 'environment')}, {counted(head.steps, 'step')} an episode"
     if model.sizes:
         last = model.sizes[-1]
-        steps, params = counted(last.step, "step"), f"{last.params:,} parameters"
-        return (
-            f"{head.task}, widened as a whole: {params} after {steps}, run seed {head.seed}, {head.device}, "
-            f"{model.status}"
-        )
-    return (
-        f"{head.task}, {head.controller}: {counted(head.envs, 'environment')}, "
-        f"{counted(head.steps, 'step')} an episode, run seed {head.seed}, {head.device}, {model.status}"
-    )
+        what = f"widened as a whole: {last.params:,} parameters after {counted(last.step, 'step')}"
+    return f"{head.task}, {what}, run seed {head.seed}, {head.device}, {model.status}"
 
 
 def results(model: RunModel) -> tuple[list[str], list[str], list[Table], list[str]]:
