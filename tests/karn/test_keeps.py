@@ -31,7 +31,6 @@ def test_what_is_held_is_what_the_whole_list_would_show(drawn, training):
     assert [each.step for each in decided.ends] == shown
     assert [each.step for each in decided.first] == list(range(min(len(drawn), LISTED)))
     assert (decided.total, decided.measured) == (len(drawn), len(measured))
-    assert decided.kept == [("s", step) for step, (_, kept) in enumerate(drawn) if kept and not training]
     assert all(each.contribution_mean == drawn[each.step][0] for each in decided.first)
 
 

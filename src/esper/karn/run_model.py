@@ -117,7 +117,6 @@ class DecisionLog:
     total: int = 0  # keeps and prunes
     measured: int = 0  # those with a contribution
     first: list[LifecycleRow] = field(default_factory=list)  # the first `LISTED`
-    kept: list[tuple[str, int]] = field(default_factory=list)  # slot and step of every keep outside of trainings
     planted: int = 0  # plantings outside of trainings
     plantings: list[LifecycleRow] = field(default_factory=list)  # the first `LISTED` of them
     idle: int = 0  # prunes of seeds in TRAINING whose gain was exactly 0, so that switching them on changed no loss
@@ -137,8 +136,6 @@ class DecisionLog:
         self.idle += row.to_stage == "PRUNED" and row.gain_mean == 0 and row.gain_se == 0
         if len(self.first) < LISTED:
             self.first.append(row)
-        if row.to_stage == "FOSSILIZED" and row.cohort is UNSET:
-            self.kept.append((row.slot, row.step))
         if row.contribution_mean is not None:
             self.measured += 1
             self._ends.append(row)
@@ -361,11 +358,8 @@ class RunModel:
         self.validated: dict[int, Sequence[float | None]] = {}
 
         # The state of the population now.
-        nothing = np.zeros((0, 0))
-        self._stages = nothing.astype(np.int64)  # (E, S), as the next three
-        self._alphas: Floats = nothing
-        self._contributions: Floats = nothing
-        self._errors: Floats = nothing
+        self._now: StepRow | None = None  # the last
+        self._measurement: MeasurementRow | None = None  # the last
         self._seeds: dict[tuple[int, str], str | None] = {}
         self._logs: dict[int, deque[str]] = {}
         self._times: deque[float] = deque(maxlen=TIMED)
@@ -480,16 +474,14 @@ class RunModel:
         return CurvePoint(row.step, row.time, values)
 
     def _write_step(self, row: StepRow) -> CurvePoint:
-        self.step = row.step
-        self._stages, self._alphas = np.array(row.stages, np.int8), np.array(row.alphas, np.float64)
-        # a measurement row follows if a seed was measured
-        self._contributions, self._errors = np.full((2, *self._stages.shape), np.nan)
+        self.step, self._now = row.step, row
         self._times.append(row.time)
         if self.history:
             figures = np.array((row.metrics, row.losses, row.train_losses), float)
             twin = None if row.twin_metrics is None else np.array(row.twin_metrics, float)
             added = np.array(row.added_param_counts, np.int64)
-            self._steps.append((row.step, *figures, twin, added, self._stages, self._alphas))
+            state = np.array(row.stages, np.int8), np.array(row.alphas, np.float64)
+            self._steps.append((row.step, *figures, twin, added, *state))
         found: dict[str, float] = {}
         for field_, name, live, best in OF_STEPS:
             values, ends = _spread(name, best, getattr(row, field_) or ())
@@ -529,8 +521,7 @@ class RunModel:
             self._log(row.env, said)
 
     def _write_measurement(self, row: MeasurementRow) -> None:
-        if row.contribution_means is not None and row.contribution_ses is not None:
-            self._contributions, self._errors = np.array((row.contribution_means, row.contribution_ses), float)
+        self._measurement = row
         if not self.history:
             return
         if row.contribution_means is not None:
@@ -567,11 +558,13 @@ class RunModel:
     @property
     def envs(self) -> int:
         """Environments of the last step row; 0 before the first."""
-        return len(self._stages)
+        return 0 if self._now is None else len(self._now.stages)
 
     def state(self, env: int, slot: int) -> tuple[Stage, float]:
         """Return the stage and dose of one slot of one environment as it is now."""
-        return Stage(int(self._stages[env, slot])), float(self._alphas[env, slot])
+        assert self._now is not None, "no step yet"
+        alpha = self._now.alphas[env][slot]
+        return Stage(int(self._now.stages[env][slot])), NAN if alpha is None else float(alpha)
 
     def cell(self, env: int, slot: int) -> tuple[Stage, float, str | None, float, float]:
         """Return stage, dose and seed of one slot of one environment now, and its contribution with the standard error.
@@ -580,9 +573,13 @@ class RunModel:
         """
         stage, alpha = self.state(env, slot)
         seed = self._seeds.get((env, self.slots[slot])) if stage in IN_BUDGET else None
-        value = error = NAN
-        if seed is not None and env < len(self._contributions):
-            value, error = float(self._contributions[env, slot]), float(self._errors[env, slot])
+        found = self._measurement
+        if seed is None or found is None or found.step != self.step:
+            return stage, alpha, seed, NAN, NAN
+        measured = (
+            None if each is None else each[env][slot] for each in (found.contribution_means, found.contribution_ses)
+        )
+        value, error = (NAN if each is None else float(each) for each in measured)
         return stage, alpha, seed, value, error
 
     def log(self, env: int) -> list[str]:

@@ -197,13 +197,10 @@ def sensors_section(model: RunModel) -> ReportSection | None:
     steps = sensed.steps[chosen]
     figures = []
     for s, slot in enumerate(head.slots):
-        events = {
-            "planted": [stay.start for stay in model.stays if stay.slot == s and stay.stage == Stage.GERMINATED],
-            "pruned": [stay.start for stay in model.stays if stay.slot == s and stay.stage == Stage.PRUNED],
-            "kept": [step for name, step in model.decided.kept if name == slot],
-        }
-        names, rows = list(events), []
-        for at in events.values():  # how many fall between the step before and each step, this one included
+        names, rows = ["planted", "pruned", "kept"], []
+        for stage in (Stage.GERMINATED, Stage.PRUNED, Stage.FOSSILIZED):
+            # How many fall between the step before and each step, this one included.
+            at = [stay.start for stay in model.stays if stay.slot == s and stay.stage == stage]
             place = np.searchsorted(steps, np.array(at, int))
             rows.append(np.bincount(place[place < len(steps)], minlength=len(steps)).astype(float))
         for name, medians in zip(sensed.names, sensed.medians[chosen, s].T, strict=True):
