@@ -6,7 +6,7 @@ import os
 import select
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import IO, TextIO, cast
 
 PLAIN = str.maketrans(
@@ -81,13 +81,10 @@ def steady(stream: IO[str]) -> TextIO:
 @contextmanager
 def steady_output() -> Iterator[None]:
     """Wrap stdout and stderr in `Steady`; a closed one, which is None in Python, discards its text."""
-    before = sys.stdout, sys.stderr
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        sys.stdout, sys.stderr = (steady(stream or nowhere) for stream in before)
-        try:
+        out, err = (steady(stream or nowhere) for stream in (sys.stdout, sys.stderr))
+        with redirect_stdout(out), redirect_stderr(err):
             yield
-        finally:
-            sys.stdout, sys.stderr = before
 
 
 def lost_output() -> OSError | None:

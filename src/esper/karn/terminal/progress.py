@@ -1,7 +1,6 @@
 """Show the progress of a run: a bar in a terminal, plain lines elsewhere, and the argument `progress` of Python calls."""
 
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -53,10 +52,8 @@ def evaluation_progress(shown: Any) -> Callable[[str], None] | None:
     It prints in the thread of the caller and not in one aside: there is a line for a population and not for a step, and all
     of them are to be there before the record is printed.
     """
-    if not is_shown(shown, Console(stderr=True)) or sys.stderr is None:
-        return None
-    stream = steady(sys.stderr)
-    return lambda line: print(printable(line), file=stream)
+    console = Console(stderr=True)
+    return AnswersOnly(console).answer if is_shown(shown, console) else None
 
 
 def is_shown(shown: Any, console: Console) -> bool:
