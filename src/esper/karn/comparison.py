@@ -286,25 +286,16 @@ def content_of(comparison: Comparison) -> Content:
             lines.append(f"Without steps in their events, and so not drawn: {', '.join(left_out)}.")
         sections.append(ReportSection("curves", "Over time", lines, figures=figures))
 
-    grown = [(run, run.summary["grown"]) for run in runs if run.summary is not None]
-    counts = [
-        Counter((slot, blueprint) for network in networks for slot, blueprint in network.items())
-        for _, networks in grown
-    ]
-    rows = [
-        (
-            f"{blueprint} at {slot}",
-            *(
-                f"{count[slot, blueprint]} of {len(networks)}"
-                for count, (_, networks) in zip(counts, grown, strict=True)
-            ),
-        )
-        for slot, blueprint in sorted({seed for count in counts for seed in count})
-    ]
+    grown = {run.name: run.summary["grown"] for run in runs if run.summary is not None}
+    counts = [Counter(seed for network in networks for seed in network.items()) for networks in grown.values()]
+    kept = []
+    for slot, blueprint in sorted({seed for count in counts for seed in count}):
+        each = zip(counts, grown.values(), strict=True)
+        cells = (f"{count[slot, blueprint]} of {len(networks)}" for count, networks in each)
+        kept.append((f"{blueprint} at {slot}", *cells))
     if grown:
-        lines = [] if rows else ["No run kept a seed."]
-        columns = ["seed", *(run.name for run, _ in grown)]
-        tables = [Table("Environments that kept a seed", columns, rows)] if rows else []
+        lines = [] if kept else ["No run kept a seed."]
+        tables = [Table("Environments that kept a seed", ["seed", *grown], kept)] if kept else []
         sections.append(ReportSection("growth", "What was kept", lines, tables))
 
     trained = [(name, style, model.rounds) for name, style, model in drawn if model.rounds]

@@ -169,24 +169,20 @@ class JsonLines:
             # so that the next row starts a line
             if mine.st_size and os.pread(self._file, 1, mine.st_size - 1) != b"\n":
                 self._length += os.write(self._file, b"\n")
+        lost = ""
         try:
-            there = os.stat(self.path, follow_symlinks=False)
+            if not os.path.samestat(os.stat(self.path, follow_symlinks=False), mine):
+                side = free_path(self.path.parent, "damaged")
+                os.rename(self.path, side)
+                lost = f"was replaced by another process; its rows were written again, and the other file is {side}"
         except FileNotFoundError:
-            self._write_again()
-            self._tell("was removed by another process; its rows were written again")
-            return
-        if not os.path.samestat(there, mine):
-            side = free_path(self.path.parent, "damaged")
-            os.rename(self.path, side)
-            self._write_again()
-            self._tell(f"was replaced by another process; its rows were written again, and the other file is {side}")
-
-    def _write_again(self) -> None:
-        assert self._file is not None
-        content = b"".join(_blocks(self._file))
-        self.retry(self.path, lambda: write_atomic(self.path, content))
-        self.close()
-        self._open()
+            lost = "was removed by another process; its rows were written again"
+        if lost:
+            content = b"".join(_blocks(self._file))
+            self.retry(self.path, lambda: write_atomic(self.path, content))
+            self.close()
+            self._open()
+            self._tell(lost)
 
     def _tell(self, what: str) -> None:
         if self.note is not None:
