@@ -89,7 +89,7 @@ def heal(
         raise typer.Exit(130) from None
 
 
-class Format(StrEnum):
+class TableFormat(StrEnum):
     """Names the forms in which `esper find-sites` prints sites."""
 
     ESPER = "esper"
@@ -103,8 +103,8 @@ def find_sites(
         Option(metavar="DATA", help=f"A .npz, .pt or .safetensors file with x and y, or {PLACE} that returns (x, y)."),
     ],
     form: Annotated[
-        Format, Option("--as", help="esper: sites of seeds. peft: arguments of a LoraConfig, as JSON.")
-    ] = Format.ESPER,
+        TableFormat, Option("--as", help="esper: sites of seeds. peft: arguments of a LoraConfig, as JSON.")
+    ] = TableFormat.ESPER,
     budget: Annotated[float, Option(help="Most parameters of LoRA / parameters of the model, for --as peft.")] = 0.01,
     layers: Annotated[
         list[str] | None, Option(metavar="NAME", help="Linear layers for LoRA, as 'blocks.*'; repeat for more; all.")
@@ -122,7 +122,7 @@ def find_sites(
 
     network = _module(model)
     examples = examples_of(load_reference(data, "data", "(x, y)") if is_reference(data) else data).like(network)
-    if form is Format.ESPER:
+    if form is TableFormat.ESPER:
         for line in repr(find(network, examples.at(slice(2)).x)).splitlines():
             say(line)
     else:

@@ -21,7 +21,7 @@ from esper.leyline.lifecycle.view import Bools, Seeds, choose
 from esper.store.tensors import Picked
 
 
-class _Kept(Columns):
+class _SnapshotRows(Columns):
     """Keeps rows of a stack in the order of the environments, without gradients, which are 0 between steps."""
 
     def __init__(self, envs: int) -> None:
@@ -67,9 +67,9 @@ class Snapshot:
     def begin(self, body: Body) -> None:
         """Hold nothing yet of the rows of a body, in place of another one."""
         self._body = body
-        self._host, none = _Kept(len(self.step)), np.zeros(0, np.int64)
+        self._host, none = _SnapshotRows(len(self.step)), np.zeros(0, np.int64)
         self._host.save(body.host, none, none)  # which makes room
-        self._fossils = defaultdict[tuple[int, int], _Kept](lambda: _Kept(len(self.step)))
+        self._fossils = defaultdict[tuple[int, int], _SnapshotRows](lambda: _SnapshotRows(len(self.step)))
 
     def widen(self, widening: BodyWidening) -> None:
         """Hold what was saved as rows of the wider body."""

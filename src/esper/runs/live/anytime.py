@@ -87,7 +87,7 @@ _UNFINISHED: "weakref.WeakSet[AnytimeGrowth]" = weakref.WeakSet()
 """Growths whose hooks are at an optimizer."""
 
 
-class _Plan(NamedTuple):
+class _GrowthPlan(NamedTuple):
     """Describes a growth: the factor of the widths, that of the seconds of a step where they were measured, and its way."""
 
     factor: int
@@ -977,7 +977,7 @@ class AnytimeGrowth:
             if not plans:
                 return False
         else:  # how much slower the growth behind this one is has to be measured anew
-            plans, self._slower = [_Plan(self._next_factor(), self._slower, self._way, self._due)], None
+            plans, self._slower = [_GrowthPlan(self._next_factor(), self._slower, self._way, self._due)], None
         self._tried = None
         before_growth, hollow_before = None, self._hollow
         if self.fresh and self._probe is not None:  # an average in parts stays as it is, as another one takes its place
@@ -1046,7 +1046,7 @@ class AnytimeGrowth:
         problem, *_ = self._time(copied(self.model), wider)
         return not self._ended(problem)
 
-    def _first_plans(self) -> list[_Plan]:
+    def _first_plans(self) -> list[_GrowthPlan]:
         """Return the growth to the size with which the training begins, behind it a smaller one for where that cannot be; none
         where that is the first size. `start` says what was timed.
 
@@ -1077,13 +1077,13 @@ class AnytimeGrowth:
             network = wider
         knee = Knee(sizes, seconds, time.perf_counter() - begun, "times the first widths")
         self.start = self._ranks.from_first(str(knee))
-        plans = list[_Plan]()
+        plans = list[_GrowthPlan]()
         for place in range(sizes.index(knee.size), 0, -1):  # where one cannot be, a smaller one may
             _, way, problem = (None, ways[0], "") if place == 1 else self._copied(self.model, sizes[place])
             if not problem:
-                plans.append(_Plan(sizes[place], max(seconds[place] / seconds[0], 1.0), way, self.start))
+                plans.append(_GrowthPlan(sizes[place], max(seconds[place] / seconds[0], 1.0), way, self.start))
                 if place > 1:
-                    plans.append(_Plan(sizes[1], max(seconds[1] / seconds[0], 1.0), ways[0], self.start))
+                    plans.append(_GrowthPlan(sizes[1], max(seconds[1] / seconds[0], 1.0), ways[0], self.start))
                 break
         if plans and plans[0].factor < knee.size:
             self._slower, self._look_at = None, 0.0

@@ -260,7 +260,7 @@ class LivePopulation:
         return 4 * size * int(self.table.cost[rows, slot, blueprint].sum())
 
     def keeper(self, seeds: Seeds) -> Keeper:
-        return _Kept(self, seeds)
+        return _KeptNetwork(self, seeds)
 
     def snapshot(self) -> dict[str, Any]:
         """Return which seeds there are, and what the incubation has gathered."""
@@ -741,7 +741,7 @@ def _seats(network: nn.Module) -> list[Seat]:
     return [part for part in network.modules() if isinstance(part, Seat)]
 
 
-class _Kept:
+class _KeptNetwork:
     """Keeps the host and its fossils of an earlier moment; implements `tolaria.population.Keeper`."""
 
     def __init__(self, live: LivePopulation, seeds: Seeds) -> None:

@@ -67,7 +67,7 @@ class BatchReader:
         self._batches = partial(_batches, source, lay_out, pinned, batches)
         self._name = source.name
         self._thread = Background()
-        self._readings: list[_Reading] = []  # the present one, if any
+        self._readings: list[_BatchReader] = []  # the present one, if any
         self._told = False
         self._looked = not ahead or bool(source.workers)  # only a thread that reads by itself is looked at
         # holds what the workers are reached by, which otherwise could be collected in any order with a reader in a cycle
@@ -86,7 +86,7 @@ class BatchReader:
         begin = perf_counter()
         if not self._readings or self._readings[0].next != batch:
             self.forget()
-            self._readings.append(_Reading(self._batches(order, batch), batch))
+            self._readings.append(_BatchReader(self._batches(order, batch), batch))
         (reading,) = self._readings
         try:
             if self._ahead:
@@ -131,7 +131,7 @@ class BatchReader:
         finally:
             done.set()
 
-    def _look(self, reading: "_Reading") -> None:
+    def _look(self, reading: "_BatchReader") -> None:
         """Warn if reading takes much of the processor of Python, which a thread shares with the training."""
         self._looked = True
         own, whole = reading.seconds / LOOKED, (perf_counter() - reading.begun) / LOOKED
@@ -161,7 +161,7 @@ def _leave() -> None:
         thread.join(PATIENCE)
 
 
-class _Reading:
+class _BatchReader:
     """Reads batches one after the other, in one thread at a time."""
 
     def __init__(self, batches: Generator[SourceBatch, None, None], first: int) -> None:
@@ -181,14 +181,14 @@ class _Reading:
             self.seconds += thread_time() - begin
 
 
-def _forget(thread: Background, readings: list[_Reading]) -> None:
+def _forget(thread: Background, readings: list[_BatchReader]) -> None:
     while readings:
         reading = readings.pop()
         reading.stopped = True
         thread.submit(reading.batches.close)
 
 
-def _end(thread: Background, readings: list[_Reading]) -> None:
+def _end(thread: Background, readings: list[_BatchReader]) -> None:
     _forget(thread, readings)
     thread.close(lambda: None)
 
