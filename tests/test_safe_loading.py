@@ -389,7 +389,7 @@ def test_kept_figures_that_would_unpack_to_more_than_any_are_refused(tmp_path, m
     from esper.runs.evaluation.contenders import named
     from esper.runs.evaluation.evaluation import Design, Runner
 
-    design = Design.of(get_task("iris"), [{"steps": 1, "data": {"batch_size": 16}}], 1, "heldout", 0, 1)
+    design = Design(get_task("iris"), [{"steps": 1, "data": {"batch_size": 16}}], 1, "heldout", 0, 1)
     parts, runner = design.parts(named("never")), Runner(tmp_path)
     runner.play(parts)
     (path,) = tmp_path.glob("*.npz")

@@ -57,7 +57,7 @@ def assert_equal(ours: RecordedFigures, theirs: RecordedFigures) -> None:
 def evaluate(task, contenders, instances, seeds, settings, static=(), sized_by=None, folder=None, **over) -> Evaluation:
     """Compare contenders without any rules, on one task."""
     asked = {"part": "heldout", "first": 0, **over}
-    design = Design.of(task, settings, seeds, instances=instances, **asked)
+    design = Design(task, settings, seeds, instances=instances, **asked)
     for contender in contenders:
         design.check(contender)
     return compared(design, Runner(folder), contenders, len(contenders), Entry(), static, sized_by)

@@ -167,7 +167,7 @@ def test_trees_are_fitted_on_as_many_instances_as_the_budget_has_for_every_plan_
 ):
     task, short = blobs(menu=("bypass-rank-1",)), [{"steps": 1}]
     plans = choices_of(space_of(task, short))
-    design, runner = Design.of(task, short, 1, "heldout", 0, 1), Runner(tmp_path)
+    design, runner = Design(task, short, 1, "heldout", 0, 1), Runner(tmp_path)
     budget = search_budget([], 32 * len(plans) + 1)
     fitted = fitted_tree(design, runner, budget, taught=False)
     assert fitted.episodes == 32 * len(plans)

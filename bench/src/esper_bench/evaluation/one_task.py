@@ -36,7 +36,7 @@ def evaluate(
     do not depend on it.
     """
     assert contenders
-    design = Design.of(task, settings, seeds, part, first, instances, rows)
+    design = Design(task, settings, seeds, part, first, instances, rows)
     for contender in contenders:
         design.check(contender)
     if folder is not None:

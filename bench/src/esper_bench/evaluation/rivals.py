@@ -1,6 +1,7 @@
 """Compare controllers with opponents: searched plans, rules that place seeds, fitted trees, references and an oracle."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -112,7 +113,7 @@ class Opposition(Rivals):
             opponents.append(fitted_tree(design, runner, self.budget, taught=self.taught[at]))
         elsewhere = []
         for name, reference in entered.references.items():
-            own = design._replace(task=self.elsewhere[at][name])
+            own = replace(design, task=self.elsewhere[at][name])
             searched = reference.controller == SEARCHED
             contender = self._search(own, runner).contender if searched else named(reference.controller)
             elsewhere.append((own, contender._replace(name=name)))

@@ -14,7 +14,8 @@ import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,7 +116,7 @@ class Runner:
     def play(self, parts: Sequence[EvaluationPart]) -> list[Arrays | Absent]:
         """Return the results of parts in their order."""
         found: dict[int, Arrays | Absent] = {}
-        missing: list[int] = []  # places of the parts that workers compute
+        missing, given = list[int](), list[Tree]()  # places of the parts that workers compute, and what they get
 
         def done(place: int, made: Arrays | Absent, seconds: float | None) -> None:
             part, found[place] = parts[place], made
@@ -139,17 +140,15 @@ class Runner:
             if (stored := self._stored(part)) is not None:
                 done(place, stored, None)
             elif self.pool is not None:
+                content = pickled((part.config, part.compute), f"the controller {part.who[0]!r}")
                 missing.append(place)
+                given.append({"task": self._places[id(part.task)], "content": np.frombuffer(content, np.uint8)})
             else:
                 begin = time.perf_counter()
                 made = part.compute(part.task, part.config)
                 done(place, made, time.perf_counter() - begin)
         if self.pool is not None and missing:
-            given = []
             self.pool.patience = max(parts[place].config.faults.worker_seconds for place in missing)
-            for part in (parts[place] for place in missing):
-                content = pickled((part.config, part.compute), f"the controller {part.who[0]!r}")
-                given.append({"task": self._places[id(part.task)], "content": np.frombuffer(content, np.uint8)})
             self.pool.play(given, returned)
         return [found[place] for place in range(len(parts))]
 
@@ -192,42 +191,38 @@ References = Sequence[tuple[AnyTask, Callable[[], AnyTask]]]
 """The tasks of references, each with the function that makes it."""
 
 
-class Design(NamedTuple):
-    """Holds the task, instances, seeds and settings that contenders share, and names their populations."""
+@dataclass(frozen=True)
+class Design:
+    """Holds the task, instances, seeds and settings that contenders share, and names their populations.
+
+    Raises InputError if nothing can be evaluated.
+    """
 
     task: AnyTask
     settings: Sequence[Mapping[str, Any]]  # layers of config over that of the task
-    seeds: tuple[int, ...]
+    runs: int  # number of seeds, which are consecutive from that of the config on
     part: str  # the part of the task's instances
     first: int
     instances: int
-    rows: int  # largest number of environments of a population
+    rows: int = ROWS  # largest number of environments of a population
 
-    @classmethod
-    def of(
-        cls,
-        task: AnyTask,
-        settings: Sequence[Mapping[str, Any]],
-        seeds: int,
-        part: str,
-        first: int,
-        instances: int,
-        rows: int = ROWS,
-    ) -> "Design":
-        """Return the design with consecutive seeds from that of the config on. Raises InputError if nothing can be evaluated."""
-        if task.test is None:
-            raise InputError(f"task {task.name!r} has no test split, which an evaluation reads; give it one")
-        for name, count in (("instances", instances), ("seeds", seeds)):
+    def __post_init__(self) -> None:
+        if self.task.test is None:
+            raise InputError(f"task {self.task.name!r} has no test split, which an evaluation reads; give it one")
+        for name, count in (("instances", self.instances), ("seeds", self.runs)):
             if count < 1:
                 raise InputError(f"{name} is {count}; an evaluation needs 1 or more")
-        config = build_config(task.defaults, *settings)
-        if config.widen.at:
+        if build_config(self.task.defaults, *self.settings).widen.at:
             raise InputError("widen.at is set, but networks become wider in `esper grow` alone; leave widen out")
         for name in ASKED:
-            if any(name in layer for layer in settings):
+            if any(name in layer for layer in self.settings):
                 raise InputError(f"{name} is among the settings, but an evaluation sets it by itself; leave it out")
-        consecutive = tuple(range(config.seed, config.seed + seeds))
-        return cls(task, settings, consecutive, part, first, instances, rows)
+
+    @cached_property
+    def seeds(self) -> range:
+        """The seed of each run."""
+        first = build_config(self.task.defaults, *self.settings).seed
+        return range(first, first + self.runs)
 
     def check(self, contender: Contender) -> None:
         """Raise InputError if a contender cannot decide on the task, by one decision in one environment."""
@@ -297,12 +292,9 @@ def _figures(contender: Contender, task: AnyTask, config: Config, *observers: Ob
     """Return the figures (E,) of one population, and its growth as arrays, from which `_trained` makes it again."""
     engine, outcome, seconds = grow_contender(task.sealed(), contender, config, observers=observers)
     grown = grown_of(engine)
-    return {
-        **tested(task, config, engine, outcome, seconds)._asdict(),
-        "instance": grown.instance,
-        "params": grown.params,
-        **{f"seeds_{name}": getattr(grown.kept, name) for name in _KEPT},
-    }
+    figures = tested(task, config, engine, outcome, seconds)._asdict()
+    seeds = {f"seeds_{name}": getattr(grown.kept, name) for name in _KEPT}
+    return {**figures, "instance": grown.instance, "params": grown.params, **seeds}
 
 
 def tested(
@@ -429,7 +421,7 @@ def run_evaluation(
     if len({task.name for task in tasks}) < len(tasks) or not tasks:
         given = ", ".join(task.name for task in tasks) or "none"
         raise InputError(f"the tasks of the evaluation are {given}; give one or more, each once")
-    designs = [Design.of(task, settings, seeds, part, first, instances) for task in tasks]
+    designs = [Design(task, settings, seeds, part, first, instances) for task in tasks]
     entered = rivals.enter(designs, ours, settings)
     for design, contender in itertools.product(designs, (*rules, *ours)):
         design.check(contender)
@@ -547,7 +539,7 @@ def compared(
         metric=task.objective.metric,
         contenders=tuple(runs),
         instances=instance_keys(task, design.config(contenders[0], design.seeds[0])),
-        seeds=design.seeds,
+        seeds=tuple(design.seeds),
         sampled=isinstance(task, Mixture),
         figures=RecordedFigures(
             *(np.stack([each[name] for each in runs.values()]) for name in RecordedFigures._fields)
