@@ -393,7 +393,7 @@ class Squares:
     def __init__(self, device):
         pass
 
-    def play(self, part, *observers):
+    def play(self, part, sign):
         return {"square": part["number"] ** 2}
 
 
@@ -625,7 +625,7 @@ def test_a_worker_is_never_ended_where_patience_is_0():
 class Failing(Squares):
     """Raises an error in its work."""
 
-    def play(self, part, *observers):
+    def play(self, part, sign):
         return part["missing"]
 
 

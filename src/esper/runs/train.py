@@ -39,7 +39,7 @@ from esper.runs.folder.environment import describe_environment
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.folder.resume import NEW, PAID, Opening, fitting, with_cohorts
 from esper.runs.folder.run_folder import RunFolder
-from esper.runs.workers.transports import give_sign, serve_rank, store_of
+from esper.runs.workers.transports import Sign, serve_rank, store_of
 from esper.runs.workers.workers import ALONE, Peers, Stop, WorkerOptions, sent, shared_facts, start_workers
 from esper.simic.client import Apprentice, SimicClient
 from esper.simic.exchange import Exchange, ExchangeError, divide
@@ -616,7 +616,7 @@ class Trainer(Observer):
             if not exchange.owns(place):
                 cohort.release()
 
-    def rounds(self, interrupt: Interrupt, *observers: Observer) -> Iterator[tuple[int, dict[str, float], bool, bool]]:
+    def rounds(self, interrupt: Interrupt) -> Iterator[tuple[int, dict[str, float], bool, bool]]:
         """Run the rounds that are left. Yields the number of each, its figures, whether its validation is the best so far, and
         whether nothing was trained in all of them, which ends the training. Raises Stop on an interrupt.
         """
@@ -626,7 +626,7 @@ class Trainer(Observer):
                 self.round_begun, before = time.perf_counter(), self.steps
                 teach = self.imitate if self.number < 0 else self.learn
                 try:
-                    self.figures = teach(self.number, interrupt, *observers)
+                    self.figures = teach(self.number, interrupt)
                 except (Stop, ExchangeError):
                     if self.exchange.size > 1:  # the whole round is played again
                         self.steps, self.played, self.episode = before, {}, None
@@ -641,26 +641,26 @@ class Trainer(Observer):
             rows = sum(config.steps * config.envs * (2 if config.twin else 1) for config in configs)
             failed = int(self.record.found.sum()) == played * rows  # every row was rolled back in every step so far
             due = number + 1 == settings.rounds or (number + 1) % settings.validate_every == 0
-            better = due and not failed and number >= -1 and self.validate(number, figures, *observers)
+            better = due and not failed and number >= -1 and self.validate(number, figures)
             self.figures = None
             yield number, figures, better, failed
             if failed:
                 return
 
-    def learn(self, number: int, interrupt: Interrupt, *observers: Observer) -> dict[str, float]:
+    def learn(self, number: int, interrupt: Interrupt) -> dict[str, float]:
         """Run one round: every cohort grows a population, and the policy is updated. Raises Stop on an interrupt."""
         self.shown.clear()
-        rollouts, seconds = self._play(WorkItem("training", 0, number, self.learner.updates), interrupt, observers)
+        rollouts, seconds = self._play(WorkItem("training", 0, number, self.learner.updates), interrupt)
         begin = time.perf_counter()
         return self._close(self.learner.update(self._divided(rollouts)), seconds, begin)
 
-    def imitate(self, number: int, interrupt: Interrupt, *observers: Observer) -> dict[str, float]:
+    def imitate(self, number: int, interrupt: Interrupt) -> dict[str, float]:
         """Run one round of imitation of the teacher. The numbers of these rounds end with -1."""
         passed = max(number + self.config.ppo.imitation_rounds, 0)  # a resumed run may have fewer rounds
         part = WorkItem("imitation", 0, number, self.learner.updates, LED[min(passed, len(LED) - 1)])
-        self._show_again(interrupt, observers)
+        self._show_again(interrupt)
         policy = deepcopy(self.policy.state())
-        own, seconds = self._play(part, interrupt, observers)
+        own, seconds = self._play(part, interrupt)
         begin = time.perf_counter()
         fresh = ShownRound(part, policy, own)
         played = [each for shown in (*self.shown, fresh) for each in self._divided(shown.rollouts)]
@@ -679,7 +679,7 @@ class Trainer(Observer):
         needed = self.shown if self.number < 0 else ()  # learning needs none of them
         return [(shown, place) for shown in needed for place in own if place not in shown.rollouts]
 
-    def _show_again(self, interrupt: Interrupt, observers: Sequence[Observer]) -> None:
+    def _show_again(self, interrupt: Interrupt) -> None:
         """Play the episodes that are `lacking` again, with the policy that played them and to the same bits. Writes no rows."""
         lacking = self.lacking()
         if not lacking:
@@ -690,7 +690,7 @@ class Trainer(Observer):
             for shown, place in lacking:
                 self.policy.load_state(shown.policy)
                 part = shown.part._replace(cohort=place)
-                self.finish(part, self.begin(part), *observers, asked=lambda: interrupt.asked)
+                self.finish(part, self.begin(part), asked=lambda: interrupt.asked)
                 client = self.client(part)
                 shown.rollouts[place] = client.rollout()
                 client.clear()
@@ -698,7 +698,7 @@ class Trainer(Observer):
             self.policy.load_state(present)
             self.sink = sink
 
-    def validate(self, number: int, figures: dict[str, float], *observers: Observer) -> bool:
+    def validate(self, number: int, figures: dict[str, float]) -> bool:
         """Grow validation instances greedily, as episode 0, and add J to the figures. Returns whether J is the best so far."""
         found = dict[int, Any]()
         for place, cohort in enumerate(self.cohorts):
@@ -707,7 +707,7 @@ class Trainer(Observer):
             engine, source = cohort.validation, cohort.source("validation", number)
             engine.reset(episode=0)
             self.sink.raised = 0
-            play(engine, Learned(self.policy), *observers, Journal(engine, self.sink, source))
+            play(engine, Learned(self.policy), Until(self.exchange.at_work), Journal(engine, self.sink, source))
             metric, loss = engine.evaluate(engine.population.validation_splits())
             worths = exported_objective(engine, metric, loss)
             self.sink.emit(EvaluationRow(**source, split="validation", metrics=metric, losses=loss, objectives=worths))
@@ -846,9 +846,7 @@ class Trainer(Observer):
         if self.episode is not None:
             self.cohorts[self._unfinished].engine.restore(state["engine"])
 
-    def _play(
-        self, first: WorkItem, interrupt: Interrupt, observers: Sequence[Observer]
-    ) -> tuple[dict[int, Rollout], float]:
+    def _play(self, first: WorkItem, interrupt: Interrupt) -> tuple[dict[int, Rollout], float]:
         """Play this worker's episodes of the round that are not finished, and exchange the statistics of all.
 
         first: the part of the first cohort. Its episode is the number of updates, since every update follows one episode of
@@ -861,7 +859,7 @@ class Trainer(Observer):
             if place not in self.played:
                 if self.episode is None:
                     self.episode = self.begin(part)
-                self.finish(part, self.episode, self, *observers, asked=lambda: self._saved(interrupt))
+                self.finish(part, self.episode, self, asked=lambda: self._saved(interrupt))
                 self.played[place] = self.episode
                 self.episode = None
                 self._keep_rows(place)
@@ -902,7 +900,7 @@ class Trainer(Observer):
         if isinstance(client, Apprentice):
             client.led = part.led  # not in `begin`, which is not called again for an episode that is resumed
         journal = Journal(engine, self.sink, cohort.source("training", part.number), lambda: client.paid)
-        play(engine, client, until, *observers, journal, episode)
+        play(engine, client, until, Until(self.exchange.at_work), *observers, journal, episode)
         record, episode.envs = engine.governor.record, cohort.config.envs
         episode.kept = int((engine.view().seeds.stage == Stage.FOSSILIZED).sum())
         episode.rollbacks = int(record.rollbacks[: episode.envs].sum())
@@ -1013,17 +1011,17 @@ class TrainingWorker:
         self.facts = {**shared_facts(made), "policy": name_of_place(place)}
         self.trainer = fresh_trainer(shards, configs[0], place, reward, Hub([_KeptRows()], level))
 
-    def play(self, part: Tree, *observers: Observer) -> Tree:
+    def play(self, part: Tree, sign: Sign) -> Tree:
         """Take part in the rounds that are left after a state of the first worker, which has all results."""
         trainer = self.trainer
         trainer.load_state(part["state"])
         owners, rank, size, interface = part["owners"], part["rank"], part["size"], part["meeting"]["interface"]
         store = store_of(part["meeting"], size)
         exchange = Exchange.joined(store, owners, rank, size, interface, trainer.carrier())
-        exchange.at_work = partial(give_sign, observers)
+        exchange.at_work = sign
         trainer.use(exchange)
         try:
-            for _ in trainer.rounds(Interrupt(), *observers):
+            for _ in trainer.rounds(Interrupt()):
                 pass
         finally:
             trainer.use(Exchange())

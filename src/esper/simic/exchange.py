@@ -52,7 +52,9 @@ class Exchange:
         group: theirs, of gloo. carrier: the group that carries what is summed, of NCCL, if it is another.
         """
         self.rank, self.size = rank, size
-        self.at_work: Callable[[], None] = lambda: None  # called now and then while this worker waits for others
+        self.at_work: Callable[[], bool] = lambda: (
+            False
+        )  # called now and then while this worker waits, and before each step
         self._owners, self._group, self._carrier = owners, group, carrier
 
     @classmethod

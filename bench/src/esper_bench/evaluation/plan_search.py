@@ -24,7 +24,7 @@ from esper.runs.evaluation.contenders import (
     grow_contender,
 )
 from esper.runs.evaluation.evaluation import Arrays, EvaluationPart, Runner
-from esper.tolaria.engine import Observer
+from esper.tolaria.engine import Until
 from esper_bench.controllers.plans import Placed
 from esper_bench.evaluation.declared import SEARCHED
 from esper_bench.evaluation.plan_menu import Candidate, abreast, candidate_plans
@@ -292,10 +292,10 @@ def _part(
 
 
 def _searched(
-    contender: Contender, instance: NDArray[np.int64], task: AnyTask, config: Config, *observers: Observer
+    contender: Contender, instance: NDArray[np.int64], task: AnyTask, config: Config, *sign: Callable[[], bool]
 ) -> Arrays:
     """Return J (E,) of a population on the probe split, and the duration of its steps."""
-    _, outcome, seconds = grow_contender(task.sealed(), contender, config, instance, observers)
+    _, outcome, seconds = grow_contender(task.sealed(), contender, config, instance, list(map(Until, sign)))
     return {"objective": probe_objective(outcome, config), "seconds": np.array(seconds)}
 
 

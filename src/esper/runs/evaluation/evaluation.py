@@ -38,14 +38,14 @@ from esper.runs.evaluation.record import Evaluation, Record, RecordedFigures, fi
 from esper.runs.figures import exported_objective, test_splits
 from esper.runs.folder.environment import describe_environment, fingerprint
 from esper.runs.folder.interrupt import Interrupt
-from esper.runs.workers.transports import pickled, serve_rank, unpickled
+from esper.runs.workers.transports import Sign, pickled, serve_rank, unpickled
 from esper.runs.workers.workers import ALONE, Stop, WorkerOptions, WorkerPool, sent, shared_facts, start_workers
 from esper.store.disk import DiskRetry, file_name, remove_unfinished, write_atomic
 from esper.store.files import EVALUATION
 from esper.store.lock import locked_folder
 from esper.store.tensors import Tree
 from esper.tamiyo.catalog import with_sensors
-from esper.tolaria.engine import Observer, VectorizedEngine, decide
+from esper.tolaria.engine import Until, VectorizedEngine, decide
 from esper.tolaria.runtime import resolve_device
 from esper.tolaria.stacked.population import instance_keys
 
@@ -66,7 +66,7 @@ class EvaluationPart(NamedTuple):
     who: Sequence[str]  # what makes the result, in the key of the stored one
     config: Config  # of the population
     needed: Collection[str]  # arrays that a result must have
-    # from the task, the config and observers to the arrays; workers get it pickled
+    # from the task, the config and in a worker its sign to the arrays; workers get it pickled
     compute: Callable[..., Arrays | Absent]
     said: str = ""  # the line of progress when it is done; none if empty
 
@@ -85,13 +85,13 @@ class EvaluationPlayer:
         self._tasks, self._device = [make() for make in tasks], device
         self.facts = shared_facts(self._tasks)
 
-    def play(self, part: Tree, *observers: Observer) -> Tree:
+    def play(self, part: Tree, sign: Sign) -> Tree:
         """Compute a part. Returns its arrays, or the reason why it is absent, and its duration [seconds]."""
         begin = time.perf_counter()
         config, compute = unpickled(part["content"].tobytes())  # from the process that started this one
         if self._device is not None:
             config = config.model_copy(update={"device": self._device})
-        made = compute(self._tasks[part["task"]], config, *observers)
+        made = compute(self._tasks[part["task"]], config, sign)
         result = {"absent": made.reason} if isinstance(made, Absent) else {"arrays": dict(made)}
         return {**result, "seconds": time.perf_counter() - begin}
 
@@ -288,9 +288,9 @@ class Design:
 _KEPT = ("stage", "blueprint", "blend", "alpha")
 
 
-def _figures(contender: Contender, task: AnyTask, config: Config, *observers: Observer) -> Arrays:
+def _figures(contender: Contender, task: AnyTask, config: Config, *sign: Sign) -> Arrays:
     """Return the figures (E,) of one population, and its growth as arrays, from which `_trained` makes it again."""
-    engine, outcome, seconds = grow_contender(task.sealed(), contender, config, observers=observers)
+    engine, outcome, seconds = grow_contender(task.sealed(), contender, config, observers=list(map(Until, sign)))
     grown = grown_of(engine)
     figures = tested(task, config, engine, outcome, seconds)._asdict()
     seeds = {f"seeds_{name}": getattr(grown.kept, name) for name in _KEPT}
@@ -314,8 +314,8 @@ def tested(
     )
 
 
-def _trained(name: str, arrays: Arrays, task: AnyTask, config: Config, *observers: Observer) -> Arrays | Absent:
-    """Train the static networks of one baseline, which no observer sees, and return their figures (E,).
+def _trained(name: str, arrays: Arrays, task: AnyTask, config: Config, *sign: Sign) -> Arrays | Absent:
+    """Train the static networks of one baseline, without a sign, and return their figures (E,).
 
     arrays: of the population that grew, from `_figures`. The figure `kept` is nan for networks without seeds.
     """

@@ -31,10 +31,10 @@ from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.view import Bools, Floats, Seeds, choose, take
 from esper.leyline.protocols import Controller
 from esper.leyline.text import counted
-from esper.runs.workers.transports import give_sign, unpickled
+from esper.runs.workers.transports import Sign, unpickled
 from esper.runs.workers.workers import ShardPool, WorkerOptions, shared_facts
 from esper.store.tensors import StateCopy, Tree
-from esper.tolaria.engine import Observer, TaskEngine
+from esper.tolaria.engine import TaskEngine
 from esper.tolaria.population import (
     Figures,
     Indices,
@@ -562,11 +562,11 @@ class ShardWorker:
         self._shards: dict[int, Shard] = {}
         self.facts = shared_facts([self._task])
 
-    def play(self, part: Tree, *observers: Observer) -> Tree:
+    def play(self, part: Tree, sign: Sign) -> Tree:
         """Carry out commands. Returns the result of the last one, and the duration of all [seconds]."""
         begin, value = time.perf_counter(), None
         for command in unpickled(part["commands"].tobytes()):  # very many in place of a worker that was lost
-            give_sign(observers)
+            sign()
             population, name, value = command["population"], command["name"], None
             if name == "make":
                 config, *others = command["arguments"]

@@ -18,7 +18,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, wait
 from multiprocessing.process import BaseProcess
@@ -31,9 +30,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from esper.leyline.distribution import pip_install
 from esper.leyline.errors import InputError, WorkerError, describe_error, typed_line
-from esper.leyline.lifecycle.view import View
 from esper.store.tensors import Tree, pack, unpack
-from esper.tolaria.engine import Observer
 
 if TYPE_CHECKING:  # torch.distributed exports them without their types
     from torch._C._distributed_c10d import FileStore, Store, TCPStore
@@ -53,14 +50,18 @@ if _SOCKET_FOLDER in os.environ:
     atexit.register(shutil.rmtree, os.environ.pop(_SOCKET_FOLDER), ignore_errors=True)
 
 
+Sign = Callable[[], bool]
+"""Says that a worker is at work, and returns False: the worker goes on, also where it plays `Until(sign)`."""
+
+
 class Work(Protocol):
     """Computes what a worker is given."""
 
     facts: Tree
     """What must be the same in every worker and in the process that started them: data and versions."""
 
-    def play(self, part: Tree, *observers: Observer) -> Tree:
-        """Play a part and return its result."""
+    def play(self, part: Tree, sign: Sign) -> Tree:
+        """Play a part and return its result. sign: is called again and again meanwhile."""
 
 
 def store_of(meeting: Tree, size: int) -> "Store":
@@ -91,11 +92,11 @@ class MessageAnswers:
 
         return self._caught(begin)
 
-    def answer(self, message: bytes, *observers: Observer) -> bytes:
+    def answer(self, message: bytes, sign: Sign = lambda: False) -> bytes:
         """Return the answer to a message."""
         tree, work = unpack(message), self._work
         assert work is not None, "the worker is not ready"
-        return self._caught(lambda: {"result": work.play(tree["part"], *observers)})
+        return self._caught(lambda: {"result": work.play(tree["part"], sign)})
 
     @staticmethod
     def _caught(compute: Callable[[], Tree]) -> bytes:
@@ -108,33 +109,6 @@ class MessageAnswers:
 
 class StarterGone(BaseException):
     """Says that the process that started this worker is gone, so that the part is not needed any more."""
-
-
-@dataclass
-class StarterWatch(Observer):
-    """Says at every step that this worker is at work, and ends a part that nobody waits for any more."""
-
-    connection: Connection
-    _said: float = 0.0
-
-    def going(self, view: View) -> bool:
-        self.sign()
-        return True
-
-    def sign(self) -> None:
-        """Give a sign to the process that started this worker, a few seconds after the last. Raises StarterGone."""
-        if self.connection.poll():  # who waits for an answer sends nothing
-            raise StarterGone
-        if time.monotonic() - self._said >= _BETWEEN:
-            self._said = time.monotonic()
-            self.connection.send_bytes(_SIGN)
-
-
-def give_sign(observers: Sequence[Observer]) -> None:
-    """Say that this worker is at work, if a process watches it."""
-    for each in observers:
-        if isinstance(each, StarterWatch):
-            each.sign()
 
 
 def pickled(
@@ -169,12 +143,22 @@ def serve(connection: Connection, make: Callable[[], Work]) -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         # the process that started the workers gets them too, and ends the workers
         signal.signal(number, signal.SIG_IGN)
-    attached = StarterWatch(connection)
-    answers = MessageAnswers(make)
+    answers, said = MessageAnswers(make), 0.0
+
+    def sign() -> bool:
+        """Give a sign to the process that started this worker, a few seconds after the last. Raises StarterGone."""
+        nonlocal said
+        if connection.poll():  # who waits for an answer sends nothing
+            raise StarterGone
+        if time.monotonic() - said >= _BETWEEN:
+            said = time.monotonic()
+            connection.send_bytes(_SIGN)
+        return False
+
     with suppress(EOFError, OSError, StarterGone):
         connection.send_bytes(answers.ready())
         while True:
-            connection.send_bytes(answers.answer(connection.recv_bytes(), attached))
+            connection.send_bytes(answers.answer(connection.recv_bytes(), sign))
 
 
 class ProcessTransport:
