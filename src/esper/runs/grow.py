@@ -58,18 +58,12 @@ def grow(
     outputs: Sequence[Output] = (),
     asked: WorkerOptions = ALONE,
 ) -> Summary:
-    """Grow a population on a task for one episode, evaluate the grown networks on the test split, and export them.
+    """Grow a population on a task for one episode, as `esper.grow` says, and return the summary.
 
-    Without a folder, nothing is written. Bad input raises InputError before anything is written. SIGINT or SIGTERM ends
-    the growth after the current step; the networks are then evaluated and exported as they are. Checkpoints are written
-    if the controller has a `state`. `outputs` get every row of the events.
-
-    If the `opening` says resume, the run of the folder continues from its last checkpoint, or starts again if it has
-    none, with the task, the config and the controller that it began with. With a change, `config` is the changed
-    config, and a finished run can continue too.
-
-    `asked` are the workers among which the environments are divided; this process decides for all of them, and writes the folder.
-    Results do not depend on their number.
+    Checkpoints are written if the controller has a `state`. If the `opening` says resume, the run of the folder continues from
+    its last checkpoint, or starts again if it has none, with the task, the config and the controller that it began with. With a
+    change, `config` is the changed config, and a finished run can continue too. Of the workers that are `asked` for, this process
+    decides for all environments, and writes the folder.
     """
     started, watch = time.perf_counter(), watch or Progress()
     if task.test is None:

@@ -306,17 +306,15 @@ def train(
     outputs: Sequence[Output] = (),
     asked: WorkerOptions = ALONE,
 ) -> Summary:
-    """Train a controller on tasks, with one config each; the settings of the learner are read from the first config.
+    """Train a controller as `esper.train` says, with one config for each task; the first has the settings of the learner.
 
-    `reward` makes a reward object for every task, because a reward may have state. Controllers are validated by J,
-    whatever the reward is. The run folder gets a `controller/` whenever a better policy is found: one with a higher
-    mean J of greedy growth on the validation split of validation instances. Bad input raises InputError before anything
-    is written, and an update that cannot be trusted LearningError; the best controller so far then stays. SIGINT or
-    SIGTERM ends the training after the current step; with several workers, which play whole rounds, after the last whole
-    round.
+    `reward` makes a reward object for every task, because a reward may have state. Controllers are validated by J, whatever the
+    reward is. The run folder gets a `controller/` whenever a better policy is found: one with a higher mean J of greedy growth on
+    the validation split of validation instances. After an update that cannot be trusted it stays. SIGINT or SIGTERM ends the
+    training after the current step; with several workers, which play whole rounds, after the last whole round.
 
-    `opening` and `outputs` are as in `grow`. `asked` are the workers, of which this process is one: the first, or in a rank of
-    torchrun above 0 another, until the training ends.
+    `opening` is as in `grow`. Of the workers that are `asked` for, this process is one: the first, or in a rank of torchrun above
+    0 another, until the training ends.
     """
     watch, started = watch or Progress(), time.perf_counter()
     configs = with_shards(configs, asked, resumed=opening.resume)

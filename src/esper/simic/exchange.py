@@ -52,9 +52,7 @@ class Exchange:
         group: theirs, of gloo. carrier: the group that carries what is summed, of NCCL, if it is another.
         """
         self.rank, self.size = rank, size
-        self.at_work: Callable[[], bool] = lambda: (
-            False
-        )  # called now and then while this worker waits, and before each step
+        self.at_work: Callable[[], bool] = lambda: False  # called now and then by a worker that waits or plays
         self._owners, self._group, self._carrier = owners, group, carrier
 
     @classmethod

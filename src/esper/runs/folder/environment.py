@@ -23,6 +23,7 @@ from esper.leyline.data.task import AnyTask, Mixture
 from esper.leyline.distribution import installed_version
 from esper.leyline.errors import InputError, RunWarning, warn
 from esper.leyline.reference import digest_of, is_reference, own_code
+from esper.nissa.rows import EnvironmentRow
 from esper.store.changes import read_trail
 from esper.store.disk import read_kept
 from esper.store.files import ENVIRONMENT
@@ -68,6 +69,12 @@ def describe_environment(device: torch.device, config: Config) -> dict[str, Any]
         "git_revision": revision,
         "command": sys.argv,
     }
+
+
+def environment_row(found: Mapping[str, Any]) -> EnvironmentRow:
+    """Return the row of the events that holds an environment."""
+    names = ("platform", "device", "device_name", "threads", "git_revision", "command")
+    return EnvironmentRow(versions={name: found[name] for name in VERSIONS}, **{name: found[name] for name in names})
 
 
 def describe_versions(names: Sequence[str] = VERSIONS) -> dict[str, str | None]:

@@ -26,7 +26,7 @@ from esper.nissa.hub import Hub
 from esper.nissa.outputs import Guarded, JsonLines, Output
 from esper.nissa.recovery import Mark, resume_events
 from esper.nissa.rows import CheckpointRow, EnvironmentRow, RunRow
-from esper.runs.folder.environment import CODE, DATA, VERSIONS, compare_origin, origin_of
+from esper.runs.folder.environment import CODE, DATA, compare_origin, environment_row, origin_of
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.folder.resume import NEW, PAID, Opening, change_config, finished, fitting, read_config
 from esper.store import files
@@ -331,10 +331,7 @@ class RunFolder:
         if self.found is None or row.changed:
             self.hub.emit(row)
         if self.found is None and self.hub.wants(EnvironmentRow):
-            found = dict(environment())
-            names = ("platform", "device", "device_name", "threads", "git_revision", "command")
-            versions = {name: found[name] for name in VERSIONS}
-            self.hub.emit(EnvironmentRow(versions=versions, **{name: found[name] for name in names}))
+            self.hub.emit(environment_row(environment()))
 
     def end(self, summary: Mapping[str, Any], *, at_once: bool = False) -> None:
         """Write the last row and the summary, with its error if any, after the last checkpoint unless `at_once`."""

@@ -15,8 +15,8 @@ from esper.leyline.errors import InputError, RunWarning, warn
 from esper.nissa.hub import Hub
 from esper.nissa.outputs import JsonLines
 from esper.nissa.recovery import resume_events
-from esper.nissa.rows import EnvironmentRow, RunRow
-from esper.runs.folder.environment import VERSIONS, describe_environment
+from esper.nissa.rows import RunRow
+from esper.runs.folder.environment import describe_environment, environment_row
 from esper.runs.folder.run_folder import check_folder, create_folder, make_folder
 from esper.store.disk import read_kept, write_atomic
 from esper.store.files import CONFIG, ENVIRONMENT, EVENTS, MARK, SUMMARY, is_run, to_json
@@ -78,10 +78,7 @@ class SizeLog:
         found = describe_environment(device, Config())
         write_atomic(folder / ENVIRONMENT, to_json(found))
         self._write_head("running")
-        names = ("platform", "device", "device_name", "threads", "git_revision", "command")
-        self.hub.emit(
-            EnvironmentRow(versions={name: found[name] for name in VERSIONS}, **{name: found[name] for name in names})
-        )
+        self.hub.emit(environment_row(found))
 
     def state(self) -> dict[str, Any] | None:
         """Return the place in the events, for a checkpoint; None before there are any."""
