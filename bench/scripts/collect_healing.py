@@ -26,8 +26,8 @@ from esper.kasmina.network.static import Skipped
 from esper.leyline.config.tree import build_config
 from esper.leyline.data.task import Instance, Mixture
 from esper.leyline.lifecycle.view import View
-from esper.runs.evaluation.contenders import Contender, contender_config, grow_contender, named
-from esper.runs.evaluation.evaluation import tested
+from esper.runs.evaluation.contenders import Contender, grow_contender, named
+from esper.runs.evaluation.evaluation import Design, tested
 from esper.simic.rewards import objective
 from esper.tasks import repair
 from esper.tasks.hosts.factories import VECTOR_MENU
@@ -299,7 +299,7 @@ class OverTime(Observer):
 
 def grow(task: Mixture, keys: Sequence[int], contender: Contender, seed: int, settings: Mapping[str, Any]) -> Figures:
     """Grow the cases of keys under a contender, and return their figures (n,)."""
-    config = contender_config(task.sealed(), contender, [settings], seed, "training", 0, len(keys))
+    config = Design(task.sealed(), [settings], 1, "training", 0, len(keys)).config(contender, seed)
     watch = OverTime(config.reward.rent)
     engine, outcome, seconds = grow_contender(task.sealed(), contender, config, np.array(keys), [watch])
     own = tested(task, config, engine, outcome, seconds)

@@ -25,8 +25,8 @@ from esper.leyline.data.task import AnyTask
 from esper.leyline.intervals import MeanInterval, t_interval
 from esper.leyline.lifecycle.view import Floats, View, sensor
 from esper.leyline.text import counted
-from esper.runs.evaluation.contenders import ROWS, Contender, contender_config, grow_contender
-from esper.runs.evaluation.evaluation import tested
+from esper.runs.evaluation.contenders import ROWS, Contender, grow_contender
+from esper.runs.evaluation.evaluation import Design, tested
 from esper_bench.controllers.catalog import KEEPS
 from esper_bench.controllers.placement import CUT, DROP, ONCE, Fixed, Picks, Placement, padded
 from esper_bench.controllers.plans import RANKS, Placed, Plan
@@ -117,7 +117,7 @@ def grown(task: AnyTask, contender: Contender, keys: NDArray[np.int64], seed: in
     """Return J (instances,) of a contender on the test split."""
     parts = []
     for chunk in np.split(keys, range(ROWS, len(keys), ROWS)):
-        config = contender_config(task.sealed(), contender, [], seed, "training", 0, len(chunk))
+        config = Design(task.sealed(), [], 1, "training", 0, len(chunk)).config(contender, seed)
         engine, outcome, seconds = grow_contender(task.sealed(), contender, config, chunk)
         parts.append(tested(task, config, engine, outcome, seconds).objective)
     return np.concatenate(parts)

@@ -27,7 +27,8 @@ from esper.leyline.config.tree import build_config
 from esper.leyline.lifecycle.actions import Actions
 from esper.leyline.lifecycle.view import View, take
 from esper.runs.configuration import training_configs
-from esper.runs.evaluation.contenders import ROWS, Contender, contender_config, grow_contender, named
+from esper.runs.evaluation.contenders import ROWS, Contender, grow_contender, named
+from esper.runs.evaluation.evaluation import Design
 from esper.runs.evaluation.statistics import CONFIDENCE, DRAWS
 from esper.runs.folder.resume import Opening
 from esper.runs.train import train
@@ -217,7 +218,7 @@ def halving(task: str, plans: Sequence[list[Record]], instances: int, settings: 
             abreast = Contender(
                 "plans", PERMISSIVE, lambda config, group=group: SideBySide([of_lines(plans[i]) for i in group])
             )
-            config = contender_config(sealed, abreast, [settings], SEARCH_SEED, "training", 0, len(instance))
+            config = Design(sealed, [settings], 1, "training", 0, len(instance)).config(abreast, SEARCH_SEED)
             _, outcome, _ = grow_contender(sealed, abreast, config, instance)
             totals[group] += probe_objective(outcome, config).reshape(len(group), -1).sum(1)
         done, episodes = done + len(some), episodes + len(some) * len(alive)

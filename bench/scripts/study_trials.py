@@ -21,8 +21,8 @@ from collect_healing import concentrated, fixed
 from numpy.typing import NDArray
 
 from esper.leyline.config.tree import Config, TrialsConfig
-from esper.runs.evaluation.contenders import Contender, contender_config, grow_contender
-from esper.runs.evaluation.evaluation import tested
+from esper.runs.evaluation.contenders import Contender, grow_contender
+from esper.runs.evaluation.evaluation import Design, tested
 from esper.runs.evaluation.statistics import interval, mean_difference
 from esper.tamiyo.catalog import get_controller
 from esper_bench.controllers.catalog import KEEPS
@@ -81,7 +81,7 @@ def grown(folder: Path, name: str, contender: Contender, keys: list[int], seed: 
         chunk = keys[start : start + ROWS]
         path = folder / f"{name.replace(', ', '-').replace(' ', '-')}-{chunk[0]}-{len(chunk)}-s{seed}.npz"
         if not path.exists():
-            config = contender_config(task.sealed(), contender, [], seed, "training", 0, len(chunk))
+            config = Design(task.sealed(), [], 1, "training", 0, len(chunk)).config(contender, seed)
             engine, outcome, seconds = grow_contender(task.sealed(), contender, config, np.array(chunk))
             own, compute, envs = (
                 tested(task, config, engine, outcome, seconds),

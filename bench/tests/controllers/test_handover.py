@@ -9,7 +9,8 @@ import pytest
 from esper.leyline.config.tree import Config, GatesConfig, HeuristicConfig, build_config
 from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.view import BlueprintInfo, Outcome, View
-from esper.runs.evaluation.contenders import Contender, contender_config, grow_contender
+from esper.runs.evaluation.contenders import Contender, grow_contender
+from esper.runs.evaluation.evaluation import Design
 from esper.tamiyo.catalog import find_controller, get_controller
 from esper.tasks.repair import repair
 from esper_bench.controllers.handover import HANDED, Handover, SkipWhereWeak
@@ -45,7 +46,7 @@ def rule(wait: int = LATER) -> SkipWhereWeak:
 
 def grown(client: Any, permissive: bool, **settings: Any) -> Outcome:
     contender = Contender("mine", {"gates": {"permissive": permissive}, "controller": "mine"}, client)
-    config = contender_config(repair().sealed(), contender, [{**SHORT, **settings}], 0, "training", 0, len(KEYS))
+    config = Design(repair().sealed(), [{**SHORT, **settings}], 1, "training", 0, len(KEYS)).config(contender, 0)
     return grow_contender(repair().sealed(), contender, config, KEYS)[1]
 
 
@@ -143,7 +144,7 @@ def test_its_state_restores_the_environments_of_the_rule_and_what_the_rule_remem
 def test_sensors_are_measured_again_only_where_the_rule_has_an_environment(kind: type[Mixed], age: int) -> None:
     contender = Contender("mine", {"gates": {"permissive": True}, "controller": "mine"}, handing(kind))
     layers = [{"steps": 6, "data": {"batches_per_step": 1}}]
-    config = contender_config(repair().sealed(), contender, layers, 0, "training", 0, len(KEYS))
+    config = Design(repair().sealed(), layers, 1, "training", 0, len(KEYS)).config(contender, 0)
     engine, _, _ = grow_contender(repair().sealed(), contender, config, KEYS)
     assert engine.view().measurements.sensor_age == age
 

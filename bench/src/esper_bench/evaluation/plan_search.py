@@ -20,10 +20,9 @@ from esper.leyline.text import counted
 from esper.runs.evaluation.contenders import (
     ROWS,
     Contender,
-    contender_config,
     grow_contender,
 )
-from esper.runs.evaluation.evaluation import Arrays, EvaluationPart, Runner
+from esper.runs.evaluation.evaluation import Arrays, Design, EvaluationPart, Runner
 from esper.tolaria.engine import Until
 from esper_bench.controllers.plans import Placed
 from esper_bench.evaluation.declared import SEARCHED
@@ -285,7 +284,8 @@ def _part(
 ) -> EvaluationPart:
     """Return the population of candidates, each on all instances."""
     contender = Contender("search", candidates[0].settings, partial(abreast, candidates, SEARCHED))
-    config = contender_config(task, contender, settings, SEARCH_SEED, part, 0, len(candidates) * len(instance))
+    design = Design(task, settings, 1, part, 0, len(candidates) * len(instance))
+    config = design.config(contender, SEARCH_SEED)
     who = ["search", *(candidate.content for candidate in candidates), json.dumps(instance.tolist())]
     compute = partial(_searched, contender, np.tile(instance, len(candidates)))
     return EvaluationPart(task, who, config, ("objective", "seconds"), compute)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.leyline.config.tree import Config, build_config, check_controller_settings
-from esper.leyline.data.task import AnyTask, with_steps
+from esper.leyline.config.tree import Config
+from esper.leyline.data.task import AnyTask
 from esper.leyline.errors import InputError, typed_line
 from esper.leyline.lifecycle.view import Outcome
 from esper.leyline.protocols import Controller, as_controller
@@ -107,38 +107,6 @@ def grow_contender(
     if exported is not None:
         outcome = outcome._replace(exported=exported, seeds=engine.view().seeds)
     return engine, outcome, time.perf_counter() - begin
-
-
-def contender_config(
-    task: AnyTask,
-    contender: Contender,
-    settings: Sequence[Mapping[str, Any]],
-    seed: int,
-    part: str,
-    first: int,
-    envs: int,
-) -> Config:
-    """Return the config of a contender's run on `envs` instances.
-
-    With early stopping, every contender plays all steps: one that keeps seeds under way would otherwise choose its best
-    state among more steps than one that never grows.
-    """
-    ours = {
-        "task": task.name,
-        "seed": seed,
-        "baselines": [],
-        "envs": envs,
-        "instances": part,
-        "first_instance": first,
-        "telemetry": {"level": "off"},
-        "models": "none",
-    }
-    check_controller_settings(
-        {name: value for name, value in contender.settings.items() if name != "controller"}, contender.name
-    )
-    config = with_steps(build_config(task.defaults, *settings, contender.settings, ours), task)
-    whole = config.early_stopping.model_copy(update={"patience": config.steps})
-    return config.model_copy(update={"early_stopping": whole})
 
 
 def unheard(line: str) -> None:

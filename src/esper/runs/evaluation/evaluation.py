@@ -24,16 +24,16 @@ from numpy.typing import NDArray
 
 from esper.kasmina.lifecycle import dormant
 from esper.kasmina.network.static import Absent
-from esper.leyline.config.tree import BASELINES, Config, baseline_names, build_config
+from esper.leyline.config.tree import BASELINES, Config, baseline_names, build_config, check_controller_settings
 from esper.leyline.data.objective import objective_of
-from esper.leyline.data.task import AnyTask, Mixture
+from esper.leyline.data.task import AnyTask, Mixture, with_steps
 from esper.leyline.errors import InputError, system_in_words
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Outcome, Scores
 from esper.leyline.progress import Pace
 from esper.leyline.text import counted
 from esper.runs.baselines import GrowthResult, grown_of, train_baseline
-from esper.runs.evaluation.contenders import ROWS, RULES, Contender, contender_config, grow_contender, named, unheard
+from esper.runs.evaluation.contenders import ROWS, RULES, Contender, grow_contender, named, unheard
 from esper.runs.evaluation.record import Evaluation, Record, RecordedFigures, findings
 from esper.runs.figures import exported_objective, test_splits
 from esper.runs.folder.environment import describe_environment, fingerprint
@@ -207,8 +207,6 @@ class Design:
     rows: int = ROWS  # largest number of environments of a population
 
     def __post_init__(self) -> None:
-        if self.task.test is None:
-            raise InputError(f"task {self.task.name!r} has no test split, which an evaluation reads; give it one")
         for name, count in (("instances", self.instances), ("seeds", self.runs)):
             if count < 1:
                 raise InputError(f"{name} is {count}; an evaluation needs 1 or more")
@@ -226,6 +224,8 @@ class Design:
 
     def check(self, contender: Contender) -> None:
         """Raise InputError if a contender cannot decide on the task, by one decision in one environment."""
+        if self.task.test is None:
+            raise InputError(f"task {self.task.name!r} has no test split, which an evaluation reads; give it one")
         instance_keys(self.task, self.config(contender, self.seeds[-1]))
         config = self.config(contender, self.seeds[0], envs=1)
         client = contender.make(config)
@@ -233,9 +233,27 @@ class Design:
         decide(client, engine.reset(), engine.trial)
 
     def config(self, contender: Contender, seed: int, start: int = 0, envs: int | None = None) -> Config:
-        """Return the config of a contender on `envs` instances from `start` on, or on all."""
-        envs, first = self.instances if envs is None else envs, self.first + start
-        return contender_config(self.task, contender, self.settings, seed, self.part, first, envs)
+        """Return the config of a contender on `envs` instances from `start` on, or on all.
+
+        With early stopping, every contender plays all steps: one that keeps seeds under way would otherwise choose its best
+        state among more steps than one that never grows.
+        """
+        ours = {
+            "task": self.task.name,
+            "seed": seed,
+            "baselines": [],
+            "envs": self.instances if envs is None else envs,
+            "instances": self.part,
+            "first_instance": self.first + start,
+            "telemetry": {"level": "off"},
+            "models": "none",
+        }
+        own = {name: value for name, value in contender.settings.items() if name != "controller"}
+        check_controller_settings(own, contender.name)
+        layers = (self.task.defaults, *self.settings, contender.settings, ours)
+        config = with_steps(build_config(*layers), self.task)
+        whole = config.early_stopping.model_copy(update={"patience": config.steps})
+        return config.model_copy(update={"early_stopping": whole})
 
     def populations(self, contender: Contender) -> Iterator[tuple[int, int, Config]]:
         """Yield every population of a contender: the index of its seed, its first instance, and its config."""
