@@ -164,23 +164,16 @@ def cohorts_of(task: AnyTask, config: Config, made: int | None = None) -> list[C
         )
     instance_keys(task, config)
     cohorts = []
-    trained, watched = (
-        [count // config.shards + (shard < count % config.shards) for shard in range(config.shards)]
-        for count in (groups, config.ppo.validate_envs)
-    )
-    for shard in range(config.shards):
-        begin = config.first_instance + size * sum(trained[:shard])
-        own = config.model_copy(update={"envs": size * trained[shard], "first_instance": begin})
+    # Another run seed, so that on a data set the starts of the validation differ from those of an evaluation.
+    seed = scalar(config.seed, Purpose.VALIDATION)
+    of_validation = {"instances": "validation", "baselines": (), "seed": seed}
+    parts = (np.array_split(range(count), config.shards) for count in (groups, config.ppo.validate_envs))
+    for trained, watched in zip(*parts, strict=True):
+        begin = config.first_instance + size * int(trained[0])
+        own = config.model_copy(update={"envs": size * len(trained), "first_instance": begin})
         validated = None
-        if watched[shard]:
-            update = {
-                "instances": "validation",
-                "first_instance": sum(watched[:shard]),
-                "envs": watched[shard],
-                "baselines": (),
-                # Another run seed, so that on a data set the starts of the validation differ from those of an evaluation.
-                "seed": scalar(config.seed, Purpose.VALIDATION),
-            }
+        if len(watched):
+            update = {**of_validation, "first_instance": int(watched[0]), "envs": len(watched)}
             validated = config.model_copy(update=update)
         cohorts.append(Cohort(task, own, config, validated))
     for cohort in cohorts[:made]:
