@@ -7,9 +7,8 @@ import pytest
 from sklearn.datasets import load_digits
 
 import esper
-from esper.kasmina.network.static import Absent
 from esper.leyline.config.tree import RewardConfig
-from esper.runs.baselines import BaselineResult
+from esper.runs.baselines import Absent, BaselineResult
 from esper.runs.verdict import compared_networks, verdict, verdict_of_loop
 
 RENT = RewardConfig(rent=0.1, rent_size=0)

@@ -23,7 +23,7 @@ from torch import Tensor
 from esper.kasmina.blueprints import count, drawn_with
 from esper.kasmina.lifecycle import dormant
 from esper.kasmina.network.grown_network import RegrownHost
-from esper.kasmina.network.static import Absent, Factory, Scales, Skipped, skip_places, widened
+from esper.kasmina.network.static import Factory, Scales, Skipped, skip_places, widened
 from esper.leyline.config.tree import Config, WidenConfig
 from esper.leyline.data.batches import Shape, map_leaves, picked, shapes
 from esper.leyline.data.task import AnyTask, Instance, Mixture, Room, Task
@@ -43,6 +43,14 @@ Stop = Callable[[], bool]
 EXAMPLES = 64
 """Number of training examples on which a derived host is checked."""
 OWN = "pass esper.task(..., plain=f), where f(parameters) returns a host factory of at least that many parameters, to bring one"
+
+
+class Absent(NamedTuple):
+    """Says why there are no static networks of a baseline."""
+
+    reason: str  # one sentence
+
+
 INTERRUPTED = Absent(
     "the run was interrupted before it was trained; esper resume trains it where there is a run folder"
 )
@@ -81,9 +89,7 @@ class _Population(NamedTuple):
 
 def static_task(name: str, grown: GrowthResult, twins: bool, index: int, task: AnyTask) -> AnyTask:
     """Return the task of one population of the static networks of a baseline, from the task on which others grew."""
-    populations = _POPULATIONS[name](task, grown, twins)
-    assert not isinstance(populations, Absent), "it was there in the process of the run"
-    return populations[index].task
+    return _POPULATIONS[name](task, grown, twins)[index].task
 
 
 def grown_of(engine: TaskEngine[Any]) -> GrowthResult:
@@ -134,8 +140,6 @@ def train_baseline(
     begin = time.perf_counter()
     try:
         populations = _POPULATIONS[name](task, grown, twin is not None)
-        if isinstance(populations, Absent):
-            return populations
         if twin is None:
             nothing = np.full(len(grown.instance), np.nan)
             result = BaselineResult(nothing, nothing.copy(), np.zeros_like(grown.params), 0.0)
@@ -186,39 +190,41 @@ def _same_size(task: AnyTask, grown: GrowthResult, twins: bool) -> list[_Populat
     return [_Population(envs, task, planted)] if len(envs) else []
 
 
-def _plain(task: AnyTask, grown: GrowthResult, twins: bool) -> list[_Population] | Absent:
+def _plain(task: AnyTask, grown: GrowthResult, twins: bool) -> list[_Population]:
     known: dict[tuple[int, int], Factory] = {}
     hosts: list[Factory] = []
     for key, parameters in zip(grown.instance.tolist(), grown.params.tolist(), strict=True):
         instance = task.instance(key)
         at = id(instance.host), parameters
         if at not in known:
-            made = _plain_host(task, instance, parameters)
-            if isinstance(made, Absent):
-                return made
-            known[at] = made
+            known[at] = _plain_host(task, instance, parameters)
         hosts.append(known[at])
     same = [host == task.instance(key).host for host, key in zip(hosts, grown.instance.tolist(), strict=True)]
     envs = np.flatnonzero(~np.array(same) | (not twins))
     return _laid_out(task, grown.instance, [hosts[env] for env in envs], envs)
 
 
-def _plain_host(task: AnyTask, instance: Instance, parameters: int) -> Factory | Absent:
-    """Return the factory of the plain network for the host of an instance, with at least `parameters` parameters."""
+def _plain_host(task: AnyTask, instance: Instance, parameters: int) -> Factory:
+    """Return the factory of the plain network for the host of an instance, with at least `parameters` parameters.
+
+    InputError if it has none.
+    """
     if isinstance(task, Task) and task.plain is not None:
         made = task.plain(parameters)
         with drawn_with(0):
             size = count(made())
         if size < parameters:
-            return Absent(
+            raise InputError(
                 f"plain({parameters:,}) of the task makes {size:,} parameters, fewer than the grown network has"
             )
         return made
     host = instance.host.ungrown if isinstance(instance.host, RegrownHost) else instance.host
     if isinstance(host, Scales):
         return host.plain(parameters)
-    derived = widened(host, instance.read(picked(instance.train.x, slice(EXAMPLES))), parameters)
-    return Absent(f"{derived.reason}; {OWN}") if isinstance(derived, Absent) else derived
+    try:
+        return widened(host, instance.read(picked(instance.train.x, slice(EXAMPLES))), parameters)
+    except InputError as error:
+        raise InputError(f"{error}; {OWN}") from None
 
 
 def _laid_out(task: AnyTask, instance: Keys, hosts: Sequence[Factory], envs: Keys) -> list[_Population]:
@@ -241,7 +247,7 @@ def _laid_out(task: AnyTask, instance: Keys, hosts: Sequence[Factory], envs: Key
     return populations
 
 
-def _skips(task: AnyTask, grown: GrowthResult, twins: bool) -> list[_Population] | Absent:
+def _skips(task: AnyTask, grown: GrowthResult, twins: bool) -> list[_Population]:
     def padded(x: Tensor, inputs: Shape) -> Tensor:
         """Pad one leaf of examples (B, ...) with 0 to the inputs of a larger host."""
         missing = [wide - own for wide, own in zip(inputs, x.shape[1:], strict=True)]
@@ -260,12 +266,10 @@ def _skips(task: AnyTask, grown: GrowthResult, twins: bool) -> list[_Population]
         if whole is not None and places is None:
             tried.append((whole.host, map_leaves(padded, x, whole.inputs)))
         for host, examples in tried:
-            fitting = skip_places(host, examples)
-            if isinstance(fitting, Absent):
-                return fitting
-            places = set(fitting) if places is None else places & set(fitting)
+            fitting = set(skip_places(host, examples))
+            places = fitting if places is None else places & fitting
     if not places:
-        return Absent("no skip fits the same segment of every environment's host")
+        raise InputError("no skip fits the same segment of every environment's host")
     chosen = tuple(sorted(places))
     skipped = {name: Skipped(host, chosen) for name, host in hosts.items()}
     rows = [skipped[id(instances[key].host)] for key in grown.instance.tolist()]
@@ -296,7 +300,7 @@ def _with_hosts(task: AnyTask, instance: Keys, hosts: Sequence[Factory], room: R
     return _Rowwise(**{**known, "host": hosts[0], "room": room, "hosts": by_key})
 
 
-_POPULATIONS: Mapping[str, Callable[[AnyTask, GrowthResult, bool], list[_Population] | Absent]] = {
+_POPULATIONS: Mapping[str, Callable[[AnyTask, GrowthResult, bool], list[_Population]]] = {
     "same-size": _same_size,
     "plain": _plain,
     "skips": _skips,

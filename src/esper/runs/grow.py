@@ -15,7 +15,6 @@ from torch import nn
 
 from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.network.export import PROGRAM, save_network
-from esper.kasmina.network.static import Absent
 from esper.leyline.config.tree import Config
 from esper.leyline.data.batches import map_leaves
 from esper.leyline.data.task import AnyTask, epochs_of, with_steps
@@ -179,7 +178,11 @@ def _close(episode: "Episode", journal: Journal, ending: Interrupt, status: Stat
         stopped = engine.stopping.stopped[envs]
         until = np.where(stopped < 0, episode.steps, stopped)
     placed = config.model_copy(update={"device": engine.config.device})  # a run may continue on another device
-    results, static, cut = baselines.grown_of(engine), dict[str, baselines.BaselineResult | Absent](), list[str]()
+    results, static, cut = (
+        baselines.grown_of(engine),
+        dict[str, baselines.BaselineResult | baselines.Absent](),
+        list[str](),
+    )
     train = partial(baselines.train_baseline, until=until, twin=twin, stop=lambda: ending.asked, pool=episode.pool)
     hint = "; Ctrl-C leaves out the static networks that are not trained yet"  # said once
     for name in config.baselines:

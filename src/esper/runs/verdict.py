@@ -10,13 +10,12 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from esper.kasmina.network.static import Absent
 from esper.leyline.config.tree import RewardConfig
 from esper.leyline.data.objective import objective_of
 from esper.leyline.intervals import differences, mean_and_error, t_interval
 from esper.leyline.lifecycle.view import Scores
 from esper.leyline.text import counted, rounded
-from esper.runs.baselines import BaselineResult
+from esper.runs.baselines import Absent, BaselineResult
 
 RIVALS: Mapping[str, str] = {
     "twin": "the host as it is (twin)",

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.kasmina.network.static import Absent
 from esper.leyline.config.tree import Config
 from esper.leyline.data.objective import objective_of
 from esper.leyline.data.task import AnyTask
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.view import Floats, Outcome
 from esper.leyline.text import counted
+from esper.runs.baselines import Absent
 from esper.runs.evaluation.contenders import (
     ROWS,
     Contender,

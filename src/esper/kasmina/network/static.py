@@ -17,7 +17,7 @@ from esper.kasmina.graft.folding import known_axes, put
 from esper.kasmina.host import SegmentedHost, drawn_host, dtype_of
 from esper.kasmina.stack.layers import Linear, Residual
 from esper.leyline.data.batches import Batch, cast, run, stream_of
-from esper.leyline.errors import first_line
+from esper.leyline.errors import InputError, first_line
 from esper.leyline.text import kind_of
 
 Factory = Callable[[], nn.Module]
@@ -32,12 +32,6 @@ class Scales(Protocol):
 
     def plain(self, parameters: int) -> Factory:
         """Return the factory of its plain network: no bottleneck, and the smallest width for at least `parameters` parameters."""
-
-
-class Absent(NamedTuple):
-    """Says why a static network cannot be derived from a host."""
-
-    reason: str  # one sentence
 
 
 @dataclass(frozen=True)
@@ -56,11 +50,11 @@ class Skipped:
         return made
 
 
-def skip_places(factory: Factory, x: Batch) -> tuple[int, ...] | Absent:
+def skip_places(factory: Factory, x: Batch) -> tuple[int, ...]:
     """Return the segments around which an identity skip fits; x (B, ...) with B >= 2 are examples that the host can run.
 
     Such a segment has parameters, returns the shape that it reads, and has no path around its parameters yet: with all of
-    them at 0, except those of normalisation layers, it returns the same for every example.
+    them at 0, except those of normalisation layers, it returns the same for every example. Raises InputError if there is none.
     """
     with drawn_with(0), torch.no_grad():
         host = factory()
@@ -78,8 +72,8 @@ def skip_places(factory: Factory, x: Batch) -> tuple[int, ...] | Absent:
     if places:
         return tuple(places)
     if residual:
-        return Absent("every segment of the host that keeps its shape has a path around its weights already")
-    return Absent("no segment of the host returns the shape that it reads, so that no identity skip fits")
+        raise InputError("every segment of the host that keeps its shape has a path around its weights already")
+    raise InputError("no segment of the host returns the shape that it reads, so that no identity skip fits")
 
 
 def _goes_around(segment: nn.Module, x: Tensor) -> bool:
@@ -93,20 +87,18 @@ def _goes_around(segment: nn.Module, x: Tensor) -> bool:
     return not torch.equal(y, y[:1].expand_as(y))
 
 
-def widened(factory: Factory, x: Batch, parameters: int) -> "WidenedHosts | Absent":
+def widened(factory: Factory, x: Batch, parameters: int) -> "WidenedHosts":
     """Return the factory of a host's plain network: every narrow inner width is raised, then all inner widths are scaled.
 
     A width is raised to the smaller of the widest layer in front of it and the widest behind it, if it is narrower than
     both. The network is the smallest with at least `parameters` parameters; x (B, ...) are examples that the host can
-    run. Returns Absent if a layer with parameters is not an nn.Linear, nn.Conv2d or normalisation in a chain of
+    run. Raises InputError if a layer with parameters is not an nn.Linear, nn.Conv2d or normalisation in a chain of
     nn.Sequential.
     """
     chain = _chain(drawn_host(factory))
-    if isinstance(chain, Absent):
-        return chain
     outs = [_features(layer)[1] for layer in chain if isinstance(layer, _WEIGHTS)]
     if len(outs) < 2:
-        return Absent("the host has a single layer with weights, so there is no inner width to scale")
+        raise InputError("the host has a single layer with weights, so there is no inner width to scale")
     inner = without_bottlenecks(outs[:-1])
 
     def scaled(widest: int) -> tuple[int, ...]:
@@ -119,14 +111,14 @@ def widened(factory: Factory, x: Batch, parameters: int) -> "WidenedHosts | Abse
 
     width = 1 + bisect_left(range(1, WIDEST + 1), parameters, key=size)
     if width > WIDEST:
-        return Absent(f"no width up to {WIDEST:,} gives the host {parameters:,} parameters")
+        raise InputError(f"no width up to {WIDEST:,} gives the host {parameters:,} parameters")
     made = WidenedHosts(factory, scaled(width))
     try:
         with drawn_with(0), torch.no_grad():
             wide = made().eval()
             run(wide, cast(x, dtype_of(wide)))
     except Exception as error:  # a user's module can raise any error on another width; its first line gives the reason
-        return Absent(f"the host cannot run at other widths: {first_line(error)}")
+        raise InputError(f"the host cannot run at other widths: {first_line(error)}") from error
     return made
 
 
@@ -145,9 +137,7 @@ class WidenedHosts:
     def __call__(self) -> SegmentedHost:
         host = self.host()
         assert isinstance(host, SegmentedHost)
-        chain = _chain(host)
-        assert not isinstance(chain, Absent)
-        _resize(chain, self.widths)
+        _resize(_chain(host), self.widths)
         behind: list[int] = []  # the width of the stream behind each segment, 0 in front of the first layer
         for segment in host.segments:
             wide = [part for part in segment.modules() if isinstance(part, _WEIGHTS)]
@@ -161,8 +151,8 @@ _RESIZED = (nn.Linear, Linear, nn.Conv2d, nn.LayerNorm, nn.BatchNorm1d, nn.Batch
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
-def _chain(host: SegmentedHost) -> list[nn.Module] | Absent:
-    """Return the layers with parameters, in the order in which the host runs them; Absent if a width cannot be changed."""
+def _chain(host: SegmentedHost) -> list[nn.Module]:
+    """Return the layers with parameters, in the order in which the host runs them. InputError if one cannot be resized."""
     chain: list[nn.Module] = []
     for index, segment in enumerate(host.segments):
         for path, module in segment.named_modules():
@@ -171,17 +161,17 @@ def _chain(host: SegmentedHost) -> list[nn.Module] | Absent:
                 continue
             where = f"segment {index}" + (f".{path}" if path else "")
             if type(module) not in _RESIZED or (isinstance(module, nn.Conv2d) and module.groups > 1):
-                return Absent(f"{where} of the host is {kind_of(module)}, whose width cannot be scaled")
+                raise InputError(f"{where} of the host is {kind_of(module)}, whose width cannot be scaled")
             if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) > 1:
-                return Absent(f"{where} of the host normalises over {len(module.normalized_shape)} axes")
+                raise InputError(f"{where} of the host normalises over {len(module.normalized_shape)} axes")
             if module in chain:
-                return Absent(f"{where} of the host shares its weights with another layer")
+                raise InputError(f"{where} of the host shares its weights with another layer")
             chain.append(module)
     width = 0  # of the stream
     for module in chain:
         ins, outs = _features(module)
         if width and (ins % width or not ins):
-            return Absent(
+            raise InputError(
                 f"a layer of the host reads {ins} features of a stream of {width}, so its width cannot be scaled"
             )
         width = outs if isinstance(module, _WEIGHTS) else width or outs

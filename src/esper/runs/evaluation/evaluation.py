@@ -23,7 +23,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.kasmina.lifecycle import dormant
-from esper.kasmina.network.static import Absent
 from esper.leyline.config.tree import BASELINES, Config, baseline_names, build_config, check_controller_settings
 from esper.leyline.data.objective import objective_of
 from esper.leyline.data.task import AnyTask, Mixture, with_steps
@@ -32,7 +31,7 @@ from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Outcome, Scores
 from esper.leyline.progress import Pace
 from esper.leyline.text import counted
-from esper.runs.baselines import GrowthResult, grown_of, train_baseline
+from esper.runs.baselines import Absent, GrowthResult, grown_of, train_baseline
 from esper.runs.evaluation.contenders import ROWS, RULES, Contender, grow_contender, named, unheard
 from esper.runs.evaluation.record import Evaluation, Record, RecordedFigures, findings
 from esper.runs.figures import exported_objective, test_splits
