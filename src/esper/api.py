@@ -31,7 +31,7 @@ from esper.leyline.config.input import show as show_value
 from esper.leyline.config.tree import BASELINES, Config, RewardConfig, build_config, parse_setting
 from esper.leyline.data.batches import picked
 from esper.leyline.data.task import AnyTask, Mixture, Task, with_steps
-from esper.leyline.errors import InputError, RunWarning, warn
+from esper.leyline.errors import InputError, RunWarning, amended, warn
 from esper.leyline.lifecycle.streams import CONVOLVED
 from esper.leyline.protocols import Controller, Reward
 from esper.leyline.reference import is_own_controller, is_reference, resume_call, resume_command
@@ -262,13 +262,9 @@ def go_on(
             f"{folder} is a run of the controller {config.controller!r}, whose code a run folder may not start; if you trust it, "
             f"give {resume_command(folder, [config.task], config.controller)}"
         )
-    try:
+    mend = f"in Python give one like it, as esper.resume({str(folder)!r}, controller=...)"
+    with amended(after=f"; where it was an object made in Python, no command can resume the run: {mend}"):
         client = find_controller(config.controller if controller is None else controller).make(config)
-    except InputError as error:
-        mend = f"in Python give one like it, as esper.resume({str(folder)!r}, controller=...)"
-        raise InputError(
-            f"{error}; where it was an object made in Python, no command can resume the run: {mend}"
-        ) from None
     if "steps" not in config.model_fields_set:  # the new settings give epochs instead of steps
         config = with_steps(config, chosen)
     with run_progress(progress, config.steps, chosen.objective.metric) as sight:

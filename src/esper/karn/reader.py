@@ -19,7 +19,7 @@ from esper.leyline.config.arguments import to_path
 from esper.leyline.config.parsing import LARGEST_YAML, parse_json, parse_yaml
 from esper.leyline.config.tree import BASELINES, Config, build_config
 from esper.leyline.distribution import of_extra
-from esper.leyline.errors import InputError, typed_line
+from esper.leyline.errors import InputError, amended, typed_line
 from esper.nissa.events import RunShape, decode_lines, read_events, record
 from esper.nissa.rows import KINDS, Count, Row, Value
 from esper.store.disk import open_regular, read_kept
@@ -109,10 +109,8 @@ class OpenRun:
     def checked_config(self) -> dict[str, Any]:
         """As `config`. InputError if a key of this version has a value that it cannot have; keys of others are left out."""
         content = self.config
-        try:
+        with amended(f"{self.folder / CONFIG}: ", f", or {MEND}"):
             build_config(_known(content, Config))
-        except InputError as error:
-            raise InputError(f"{self.folder / CONFIG}: {error}, or {MEND}") from None
         return content
 
     @property

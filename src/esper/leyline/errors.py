@@ -145,6 +145,15 @@ def in_words(what: str, mend: str = "") -> Iterator[None]:
 
 
 @contextmanager
+def amended(before: str = "", after: str = "") -> Iterator[None]:
+    """Raise an InputError of the block with words in front of its sentence and behind it."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{before}{error}{after}") from None
+
+
+@contextmanager
 def system_in_words(what: str, mend: str) -> Iterator[None]:
     """Raise InputError in one sentence if the operating system refuses what the block does with a file."""
     try:

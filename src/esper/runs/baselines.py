@@ -27,7 +27,7 @@ from esper.kasmina.network.static import Factory, Scales, Skipped, skip_places, 
 from esper.leyline.config.tree import Config, WidenConfig
 from esper.leyline.data.batches import Shape, map_leaves, picked, shapes
 from esper.leyline.data.task import AnyTask, Instance, Mixture, Room, Task
-from esper.leyline.errors import InputError, OutOfMemory, is_out_of_memory
+from esper.leyline.errors import InputError, OutOfMemory, amended, is_out_of_memory
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Floats, Seeds, take
 from esper.leyline.text import counted
@@ -221,10 +221,8 @@ def _plain_host(task: AnyTask, instance: Instance, parameters: int) -> Factory:
     host = instance.host.ungrown if isinstance(instance.host, RegrownHost) else instance.host
     if isinstance(host, Scales):
         return host.plain(parameters)
-    try:
+    with amended(after=f"; {OWN}"):
         return widened(host, instance.read(picked(instance.train.x, slice(EXAMPLES))), parameters)
-    except InputError as error:
-        raise InputError(f"{error}; {OWN}") from None
 
 
 def _laid_out(task: AnyTask, instance: Keys, hosts: Sequence[Factory], envs: Keys) -> list[_Population]:

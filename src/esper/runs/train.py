@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from esper.leyline.config.tree import Config, PPOConfig, RewardConfig
 from esper.leyline.data.keys import Purpose, key, scalar
 from esper.leyline.data.task import AnyTask
-from esper.leyline.errors import InputError, LearningError, RolledBack, describe_error
+from esper.leyline.errors import InputError, LearningError, RolledBack, amended, describe_error
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.progress import Progress
 from esper.leyline.protocols import Controller, Reward
@@ -183,10 +183,8 @@ def cohorts_of(task: AnyTask, config: Config, made: int | None = None) -> list[C
                 f"task {task.name} has no slot in which a blueprint of its menu can be planted, so nothing can be learnt; give "
                 "it slots, blueprints that fit them, and a lifecycle.max_seeds of 1 or more"
             )
-        try:
+        with amended("in the validation, which takes ppo.validate_envs as envs: "):
             assert cohort.watched is None or cohort.validation is not None
-        except InputError as error:
-            raise InputError(f"in the validation, which takes ppo.validate_envs as envs: {error}") from None
     return cohorts
 
 
@@ -222,10 +220,8 @@ def _teacher(config: Config) -> Controller:
             f"ppo.teacher is {config.ppo.teacher}, but code of your own cannot be a teacher; give a name of `esper controller`, "
             "a schedule file, or the run folder of a trained controller"
         )
-    try:
+    with amended("ppo.teacher: "):
         teacher = get_controller(config.ppo.teacher, config)
-    except InputError as error:
-        raise InputError(f"ppo.teacher: {error}") from None
     if config.ppo.imitation_rounds and type(teacher).proposals is not Controller.proposals:
         raise InputError(
             f"ppo.teacher is {config.ppo.teacher}, which tries candidates in copies of the networks, and a training makes no "

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from esper.leyline.config.input import dotted
 from esper.leyline.config.parsing import LARGEST_YAML, parse_yaml
 from esper.leyline.config.tree import Config, RewardConfig, build_config, dump_config, parse_setting
-from esper.leyline.errors import InputError
+from esper.leyline.errors import InputError, amended
 from esper.leyline.protocols import Reward
 from esper.leyline.reference import PAID_BY, own_code, resume_command
 from esper.simic.rewards import get_reward, load_reward
@@ -39,11 +39,9 @@ def read_config(folder: Path) -> Config:
             f"{folder} is a run of esper.AnytimeGrowth, whose loop is in a program of its own; resume it there, with the same "
             "run= and growth.load_state_dict(state)"
         )
-    try:
+    mend = "continue with the version of Esper that environment.json names, or start a new run"
+    with amended(f"{folder / CONFIG}: ", f"; {mend}"):
         return build_config(content)
-    except InputError as error:
-        mend = "continue with the version of Esper that environment.json names, or start a new run"
-        raise InputError(f"{folder / CONFIG}: {error}; {mend}") from None
 
 
 def cohort_configs(config: Config) -> list[Config]:

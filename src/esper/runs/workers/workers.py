@@ -26,6 +26,7 @@ from esper.leyline.errors import (
     OutOfMemory,
     UserCodeError,
     WorkerError,
+    amended,
 )
 from esper.leyline.text import counted
 from esper.runs.folder.environment import COMPARED, describe_versions, fingerprint
@@ -428,12 +429,8 @@ def worker_options(
             raise InputError(f"workers is {workers!r}; give the number of workers, a whole number of 1 or more")
     listed = [devices] if isinstance(devices, str) else list(devices or ())
     names = tuple(name for each in listed for name in str(each).replace(",", " ").split())
-    for name in names:
-        try:
-            resolve_device(name)
-        except InputError as error:
-            raise InputError(f"devices is {','.join(names)!r}: {error}") from None
-    kinds = {resolve_device(name).type for name in names}
+    with amended(f"devices is {','.join(names)!r}: "):
+        kinds = {resolve_device(name).type for name in names}
     if len(kinds) > 1:
         raise InputError(
             f"devices is {','.join(names)!r}, but a CPU and a GPU round differently, so that results would depend on the worker; "

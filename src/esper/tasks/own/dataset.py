@@ -19,7 +19,7 @@ from esper.leyline.data.arrays import as_tensor, real
 from esper.leyline.data.batches import Batch, leaves, map_leaves, named_leaves, shapes
 from esper.leyline.data.task import Label, Split, nonfinite
 from esper.leyline.data.workers import read_by_workers
-from esper.leyline.errors import InputError, RunWarning, UserCodeError, typed_line, warn
+from esper.leyline.errors import InputError, RunWarning, UserCodeError, amended, typed_line, warn
 from esper.leyline.text import counted, kind_of
 from esper.tasks.hosts.factories import GRU, Transformer
 from esper.tasks.own.labels import Kind, read_target, read_y
@@ -198,10 +198,8 @@ class DatasetSource:
         labels = read_y(y)
         # A few rows of labels for positions can look one-hot, which the first examples did not.
         positions = self.classes is not None and self.like is not None and self.like.y.dim() > 1
-        try:
+        with amended(f"a batch of the {self.name} with example {index[0]} cannot be used: "):
             values, names = read_target(labels.reshape(-1) if positions else labels, self.kind, self.classes)
-        except InputError as error:
-            raise InputError(f"a batch of the {self.name} with example {index[0]} cannot be used: {error}") from None
         values = values.reshape(labels.shape) if positions else values
         bad = nonfinite(Split(x, values))
         self._refuse(bad, index, "holds a NaN or infinite number; replace it in the Dataset, or leave the example out")
