@@ -398,7 +398,8 @@ class Squares:
 
 
 def played(crew, note, count=3):
-    return [each["square"] for each in WorkerPool(crew, note).play([{"number": n} for n in range(count)])]
+    results = dict(WorkerPool(crew, note).play([{"number": n} for n in range(count)]))
+    return [results[place]["square"] for place in range(count)]
 
 
 @pytest.mark.parametrize("losses", [(), (True,), (False, True, True)])

@@ -130,11 +130,6 @@ class Runner:
             if part.said and not isinstance(made, Absent):
                 self.watch(part.said)
 
-        def returned(at: int, result: Mapping[str, Any]) -> None:
-            self._playing += result["seconds"]
-            made = Absent(result["absent"]) if "absent" in result else result["arrays"]
-            done(missing[at], made, result["seconds"])
-
         for place, part in enumerate(parts):
             if (stored := self._stored(part)) is not None:
                 done(place, stored, None)
@@ -148,7 +143,10 @@ class Runner:
                 done(place, made, time.perf_counter() - begin)
         if self.pool is not None and missing:
             self.pool.patience = max(parts[place].config.faults.worker_seconds for place in missing)
-            self.pool.play(given, returned)
+            for at, result in self.pool.play(given):
+                self._playing += result["seconds"]
+                made = Absent(result["absent"]) if "absent" in result else result["arrays"]
+                done(missing[at], made, result["seconds"])
         return [found[place] for place in range(len(parts))]
 
     def _stored(self, part: EvaluationPart) -> Arrays | None:

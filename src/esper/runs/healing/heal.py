@@ -21,7 +21,7 @@ from esper.kasmina.graft.recording import call, floats
 from esper.kasmina.network.saving import adapter_files, attach_files
 from esper.leyline.config.arguments import check_integer
 from esper.leyline.data.duplicates import example_digests, repeated
-from esper.leyline.errors import DataWarning, InputError, in_words, typed_line, warn
+from esper.leyline.errors import DataWarning, InputError, in_words, warn
 from esper.leyline.lifecycle.actions import Actions, Head, Op
 from esper.leyline.lifecycle.masks import complete, defaults
 from esper.leyline.lifecycle.slots import Site
@@ -403,10 +403,8 @@ def ranked(network: nn.Module, sites: Mapping[str, Site], x: Any, intact: nn.Mod
     for path in (path for site in sites.values() for path in (site.after, site.around)):
         if path not in paths:
             raise InputError(f"{other}: it has no submodule {path!r}; {mend}, or leave it out")
-    try:
+    with in_words("intact cannot run on the data", mend):
         sound = _recorded(intact, sites, x)
-    except Exception as error:  # whatever a person's module raises
-        raise InputError(f"intact cannot run on the data: {typed_line(error)}; {mend}") from error
     for name, (before, here, _) in own.items():
         sound_before, sound_here, _ = sound.get(name, (None, None, []))
         if sound_here is None or sound_here.shape != here.shape:

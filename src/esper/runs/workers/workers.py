@@ -9,7 +9,7 @@ process that started the others, and what it holds is all that they need to begi
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -159,18 +159,14 @@ class Workers:
 class WorkerPool(Workers):
     """Gives the parts of an evaluation to workers as these become free."""
 
-    def play(
-        self,
-        parts: Sequence[Tree],
-        done: Callable[[int, dict[str, Any]], None] = lambda place, result: None,
-    ) -> list[dict[str, Any]]:
-        """Return the results of parts, in their order; the part of a worker that is lost is played again.
+    def play(self, parts: Sequence[Tree]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield the place of each part and its result as soon as there is one; the part of a lost worker is played again.
 
-        `done` is called with the place of a part and its result as soon as there is one. Raises Stop once `asked`.
+        Raises Stop once `asked`.
         """
-        results, left = dict[int, Any](), deque(range(len(parts)))
-        busy, tries, failures = dict[int, int](), [0] * len(parts), Counter[int]()
-        while len(results) < len(parts):
+        left, busy = deque(range(len(parts))), dict[int, int]()  # parts, and those that are played, by worker
+        tries, failures = [0] * len(parts), Counter[int]()
+        while left or busy:
             if self._asked():
                 self.transport.close()
                 raise Stop
@@ -193,14 +189,12 @@ class WorkerPool(Workers):
                     self.transport.start(worker)
                     self.note(sentence)
                 elif worker in busy:
-                    place = busy.pop(worker)
-                    results[place] = _checked(unpack(answer))["result"]
+                    place, result = busy.pop(worker), _checked(unpack(answer))["result"]
                     self._idle.add(worker)
-                    done(place, results[place])
+                    yield place, result
                 else:  # it was started again
                     self._ready(worker, answer)
                     failures[worker] = 0
-        return [results[place] for place in range(len(parts))]
 
 
 class ShardPool(Workers):
