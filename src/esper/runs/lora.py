@@ -62,16 +62,12 @@ def lora_ranks(
             "give a larger budget"
         )
     examples = examples_of(data).like(network)
-    gradients = {name: torch.zeros_like(each) for name, each in weights.items()}
     for each in weights.values():
         each.requires_grad_(True)
     for x, y in examples.batches():
         share = len(HealingExamples(x, y)) / len(examples)  # of the mean over all examples
-        found = (loss or usual_loss)(call(network, x), y).mean() * share
-        for own, each in zip(
-            gradients.values(), torch.autograd.grad(found, [*weights.values()], materialize_grads=True), strict=True
-        ):
-            own += each
+        ((loss or usual_loss)(call(network, x), y).mean() * share).backward()
+    gradients = {name: torch.zeros_like(each) if each.grad is None else each.grad for name, each in weights.items()}
     if wrong := [name for name, each in gradients.items() if not each.isfinite().all()]:
         raise InputError(f"the gradient of {wrong[0]} is not finite; leave out examples on which the loss is not")
     offers = [  # singular values fall, so that a layer sells its directions in order
