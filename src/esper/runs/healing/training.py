@@ -253,19 +253,23 @@ def trained(
     network: nn.Module,
     case: Case,
     rate: float,
-    behind: Callable[[Any, Any], Any] = lambda x, y: None,
     *,
     still: bool = True,
     loss: Loss | None = None,
+    masks: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> TrainedNetwork:
     """Train what requires gradients, as `train` does, with AdamW, and measure the result on the probe.
 
-    loss: what is trained on; None for the loss of the case, by which the probe measures in any event.
+    loss: what is trained on; None for the loss of the case, by which the probe measures in any event. masks: 0 for entries of a
+    parameter that stay as they are, as an entry without a gradient does, and else 1.
     """
     begin = time.perf_counter()
     learning = [parameter for parameter in network.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(learning, lr=rate, weight_decay=0.0)
-    train(network, optimizer, case._replace(loss=loss or case.loss), behind, still=still)
+    with ExitStack() as hooks:
+        for weight, mask in masks:
+            hooks.enter_context(weight.register_hook(lambda slope, mask=mask: slope * mask))
+        train(network, optimizer, case._replace(loss=loss or case.loss), lambda x, y: None, still=still)
     score = probe_loss(network, case)
     return TrainedNetwork(network, score, sum(map(Tensor.numel, learning)), rate, time.perf_counter() - begin)
 
@@ -276,13 +280,7 @@ def all_weights(case: Case, rate: float) -> TrainedNetwork:
     for parameter in network.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
     masks = [(parameter, case.masks[name]) for name, parameter in network.named_parameters() if name in case.masks]
-
-    @torch.no_grad()
-    def behind(x: Any, y: Any) -> None:
-        for parameter, mask in masks:
-            parameter.mul_(mask)
-
-    return trained(network, case, rate, behind, still=False)
+    return trained(network, case, rate, still=False, masks=masks)
 
 
 def revived(case: Case, rate: float) -> TrainedNetwork | None:
@@ -475,11 +473,8 @@ def regrown(case: Case, rate: float, size: int, places: Sequence[str]) -> Traine
     learning = [each for each in found.values() if each.mask.any()]
     if not learning:
         return None
-    with ExitStack() as hooks:
-        for each in learning:  # an entry without a gradient does not move
-            weight, mask = each.weight.requires_grad_(True), each.mask
-            hooks.enter_context(weight.register_hook(lambda slope, mask=mask: slope * mask))
-        return trained(network, case, rate)._replace(learned=sum(int(each.mask.sum()) for each in learning))
+    masks = [(each.weight.requires_grad_(True), each.mask) for each in learning]
+    return trained(network, case, rate, masks=masks)._replace(learned=sum(int(each.mask.sum()) for each in learning))
 
 
 class _Regrowing(NamedTuple):
