@@ -252,24 +252,17 @@ def _skips(task: AnyTask, grown: GrowthResult, twins: bool) -> list[_Population]
         return F.pad(x, [pad for extra in reversed(missing) for pad in (0, extra)])
 
     whole = task.room
-    hosts: dict[int, Factory] = {}
-    places: set[int] | None = None
     instances = {key: task.instance(key) for key in grown.instance.tolist()}
+    first: dict[int, Instance] = {}  # of those that have a host
     for instance in instances.values():
-        if id(instance.host) in hosts:
-            continue
-        hosts[id(instance.host)] = instance.host
-        x = instance.read(picked(instance.train.x, slice(EXAMPLES)))
-        tried = [(instance.host, x)]
-        if whole is not None and places is None:
-            tried.append((whole.host, map_leaves(padded, x, whole.inputs)))
-        for host, examples in tried:
-            fitting = set(skip_places(host, examples))
-            places = fitting if places is None else places & fitting
-    if not places:
+        first.setdefault(id(instance.host), instance)
+    tried = [(each.host, each.read(picked(each.train.x, slice(EXAMPLES)))) for each in first.values()]
+    if whole is not None:
+        tried.insert(1, (whole.host, map_leaves(padded, tried[0][1], whole.inputs)))
+    chosen = tuple(sorted(set.intersection(*(set(skip_places(host, x)) for host, x in tried))))
+    if not chosen:
         raise InputError("no skip fits the same segment of every environment's host")
-    chosen = tuple(sorted(places))
-    skipped = {name: Skipped(host, chosen) for name, host in hosts.items()}
+    skipped = {name: Skipped(each.host, chosen) for name, each in first.items()}
     rows = [skipped[id(instances[key].host)] for key in grown.instance.tolist()]
     room = whole._replace(host=Skipped(whole.host, chosen)) if whole is not None else None
     return [_Population(np.arange(len(rows)), _with_hosts(task, grown.instance, rows, room))]
