@@ -292,10 +292,14 @@ def _part(
 
 
 def _searched(
-    contender: Contender, instance: NDArray[np.int64], task: AnyTask, config: Config, *sign: Callable[[], bool]
+    contender: Contender,
+    instance: NDArray[np.int64],
+    task: AnyTask,
+    config: Config,
+    sign: Callable[[], bool] = lambda: False,
 ) -> Arrays:
     """Return J (E,) of a population on the probe split, and the duration of its steps."""
-    _, outcome, seconds = grow_contender(task.sealed(), contender, config, instance, list(map(Until, sign)))
+    _, outcome, seconds = grow_contender(task.sealed(), contender, config, instance, [Until(sign)])
     return {"objective": probe_objective(outcome, config), "seconds": np.array(seconds)}
 
 

@@ -303,9 +303,9 @@ class Design:
 _KEPT = ("stage", "blueprint", "blend", "alpha")
 
 
-def _figures(contender: Contender, task: AnyTask, config: Config, *sign: Sign) -> Arrays:
+def _figures(contender: Contender, task: AnyTask, config: Config, sign: Sign = lambda: False) -> Arrays:
     """Return the figures (E,) of one population, and its growth as arrays, from which `_trained` makes it again."""
-    engine, outcome, seconds = grow_contender(task.sealed(), contender, config, observers=list(map(Until, sign)))
+    engine, outcome, seconds = grow_contender(task.sealed(), contender, config, observers=[Until(sign)])
     grown = grown_of(engine)
     figures = tested(task, config, engine, outcome, seconds)._asdict()
     seeds = {f"seeds_{name}": getattr(grown.kept, name) for name in _KEPT}
@@ -329,14 +329,14 @@ def tested(
     )
 
 
-def _trained(name: str, arrays: Arrays, task: AnyTask, config: Config, *sign: Sign) -> Arrays | Absent:
-    """Train the static networks of one baseline, without a sign, and return their figures (E,).
+def _trained(name: str, arrays: Arrays, task: AnyTask, config: Config, sign: Sign = lambda: False) -> Arrays | Absent:
+    """Train the static networks of one baseline, and return their figures (E,).
 
     arrays: of the population that grew, from `_figures`. The figure `kept` is nan for networks without seeds.
     """
     seeds = dormant(*arrays["seeds_stage"].shape)._replace(**{each: arrays[f"seeds_{each}"] for each in _KEPT})
     grown = GrowthResult(arrays["instance"], seeds, arrays["params"])
-    trained = train_baseline(name, task, config, grown, config.steps)
+    trained = train_baseline(name, task, config, grown, config.steps, stop=sign)
     if isinstance(trained, Absent):
         return trained
     assert trained.seconds is not None
