@@ -154,12 +154,12 @@ def amended(before: str = "", after: str = "") -> Iterator[None]:
 
 
 @contextmanager
-def system_in_words(what: str, mend: str) -> Iterator[None]:
-    """Raise InputError in one sentence if the operating system refuses what the block does with a file."""
+def system_in_words(what: str | None, mend: str) -> Iterator[None]:
+    """Raise InputError in one sentence if the operating system refuses what the block does with a file; None: to write it."""
     try:
         yield
     except OSError as error:
-        raise InputError(f"{what}: {error.strerror}; {mend}") from None
+        raise InputError(f"{what or f'cannot write to {error.filename}'}: {error.strerror}; {mend}") from None
 
 
 def requested_memory(error: BaseException) -> str | None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self
 from esper.leyline.config.tree import Config, dump_config
 from esper.leyline.data.task import AnyTask
 from esper.leyline.distribution import check_installed
-from esper.leyline.errors import DataFault, InputError, OutOfMemory, UserCodeError, describe_error
+from esper.leyline.errors import DataFault, InputError, OutOfMemory, UserCodeError, describe_error, system_in_words
 from esper.leyline.lifecycle.view import Space
 from esper.leyline.plugins import OUTPUTS, load_plugin, plugins
 from esper.leyline.reference import is_reference, resume_call, resume_command
@@ -51,6 +51,7 @@ _OWN = re.compile(
 """The files that Esper writes into a run folder, without the lock. Esper writes no links."""
 _ASIDE = re.compile(r"\.(.+)\.(new|old)")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_MEND = "name another folder (--run, run=)"
 _NAMED = 3  # largest number of files that a message names
 _LEFT_OUT = "interrupted again: the last whole step is saved; another Ctrl-C leaves that out"
 
@@ -134,7 +135,7 @@ def create_folder(folder: Path, overwrite: bool = False, note: Callable[[str], N
     check_folder(folder, overwrite)
     make_folder(folder)
     found = list_contents(folder)
-    try:
+    with system_in_words(None, _MEND):
         for path in found.own:
             if path != folder / files.CONFIG:
                 path.unlink()
@@ -142,8 +143,6 @@ def create_folder(folder: Path, overwrite: bool = False, note: Callable[[str], N
             if not any(path.iterdir()):
                 path.rmdir()
         (folder / files.CONFIG).unlink(missing_ok=True)  # last, because it makes the folder recognisable as a run
-    except OSError as error:
-        raise _unwritable(error) from None
     if found.others and note is not None:
         were = "were" if len(found.others) > 1 else "was"
         note(f"{_listed(found.others)} in {folder} {were} not written by Esper and not removed")
@@ -151,20 +150,14 @@ def create_folder(folder: Path, overwrite: bool = False, note: Callable[[str], N
 
 def make_folder(folder: Path) -> None:
     """Create the folder if it does not exist. Raises InputError if that fails."""
-    try:
+    with system_in_words(None, _MEND):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unwritable(error) from None
 
 
 def _listed(paths: list[Path]) -> str:
     """Return the first paths, separated by commas, and the number of further paths."""
     more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
     return ", ".join(map(str, paths[:_NAMED])) + more
-
-
-def _unwritable(error: OSError) -> InputError:
-    return InputError(f"cannot write to {error.filename}: {error.strerror}; name another folder (--run, run=)")
 
 
 def exporters(config: Config, folder: Path | None, note: Callable[[str], None]) -> list[Output]:
