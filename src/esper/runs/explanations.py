@@ -130,14 +130,19 @@ def unfinished(view: View, config: GatesConfig, allowed_last: Bools | None) -> l
     allowed_last: (E, ops, S) bool, the valid slots of each operation at the last decision.
     """
     stage, gates = view.seeds.stage, judge(view.seeds, view.measurements, config, view.space)
-    sentences = []
+    sentences: list[str] = []
+
+    def explain(seeds: Bools, why: str) -> None:
+        """Add a sentence about some seeds (E, S), if there are any."""
+        if count := int(seeds.sum()):
+            were, they = ("was", "it") if count == 1 else ("were", "they")
+            sentences.append(f"{counted(count, 'seed')} {were} not kept at the end: {they} {why}")
+
     removed = view.seeds.doomed & among(stage, frozenset({Stage.BLENDING, Stage.HOLDING}))
-    if removed.any():
-        sentences.append(_left(int(removed.sum()), "had been pruned, with a ramp that was not over"))
+    explain(removed, "had been pruned, with a ramp that was not over")
     stage = np.where(removed, Stage.DORMANT, stage)
     moving = among(stage, frozenset({Stage.GERMINATED, Stage.BLENDING}))
-    if moving.any():
-        sentences.append(_left(int(moving.sum()), "had not been blended in; raise steps, or plant earlier"))
+    explain(moving, "had not been blended in; raise steps, or plant earlier")
     alpha = "" if config.certify is None else ", raise gates.certify"
     for gate, op, keys in (
         (gates.advance, Op.ADVANCE, "gates.min_training_steps or gates.gain_z"),
@@ -150,21 +155,14 @@ def unfinished(view: View, config: GatesConfig, allowed_last: Bools | None) -> l
         here = stage == gate.stage
         passed = here & gate.passed()
         could = passed if allowed_last is None else passed & allowed_last[:, op]
-        if could.any():
-            sentences.append(_left(int(could.sum()), f"could {op.name}, which the controller did not choose"))
-        late = passed & ~could
-        if late.any():
-            why = f"passed the gate to {op.name} in the last step, after the last decision; raise steps"
-            sentences.append(_left(int(late.sum()), why))
+        explain(could, f"could {op.name}, which the controller did not choose")
+        late = f"passed the gate to {op.name} in the last step, after the last decision; raise steps"
+        explain(passed & ~could, late)
         stopped = here & ~passed
-        if stopped.any():
-            failed = [
-                f"{check.name} in {count}"
-                for check in gate.checks
-                if (count := int((stopped & ~(check.margin > 0)).sum()))
-            ]
-            why = f"failed the gate to {op.name} ({', '.join(failed)}); lower {keys}, or raise steps"
-            sentences.append(_left(int(stopped.sum()), why))
+        failed = [
+            f"{check.name} in {count}" for check in gate.checks if (count := int((stopped & ~(check.margin > 0)).sum()))
+        ]
+        explain(stopped, f"failed the gate to {op.name} ({', '.join(failed)}); lower {keys}, or raise steps")
     return sentences
 
 
@@ -189,8 +187,3 @@ def few_examples(counts: Mapping[str, int]) -> list[str]:
         return []
     held = " and ".join(f"{what} has {counted(count, 'example')}" for what, count in few.items())
     return [f"{held}, so a single example moves figures by up to {1 / min(few.values()):.0%}; bring {FEW} or more"]
-
-
-def _left(count: int, why: str) -> str:
-    were, they = ("was", "it") if count == 1 else ("were", "they")
-    return f"{counted(count, 'seed')} {were} not kept at the end: {they} {why}"
