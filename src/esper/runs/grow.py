@@ -288,7 +288,7 @@ class Episode(Observer):
         """Write a checkpoint if one is due."""
         store = self.run.store
         if store is not None and store.due(self.steps):
-            self.save()
+            self.run.save(self.steps, self._state)
         if store is not None and self.engine.reads:
             with self.engine.remembering():
                 self.run.keep(self.steps, self._state())
@@ -325,13 +325,9 @@ class Episode(Observer):
         except Exception as error:
             self.watch.note(f"no checkpoint could be written after the controller failed: {error}")
 
-    def save(self) -> None:
-        """Write a checkpoint, unless no step was taken since the last."""
-        self.run.save(self.steps, self._state)
-
     def save_at_end(self) -> None:
         """Write the last checkpoint and wait for it, as a second signal later on would end the process at once."""
-        self.save()
+        self.run.save(self.steps, self._state)
         if self.run.store is not None:
             self.run.store.join()
 
