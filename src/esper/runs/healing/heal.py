@@ -227,8 +227,7 @@ def _grown(
         },
     )
     growth.overlap = None  # the examples of all parts were compared before
-    space = growth.population.space
-    controller.plantings = plan(space, sites, places, budget * count(case.host))
+    controller.plantings = plan(growth.population.space, sites, places, budget * count(case.host))
     training.train(network, optimizer, case, growth.step, still=True)
     summary = growth.summary()
     healed = copy.deepcopy(case.host)
@@ -238,19 +237,8 @@ def _grown(
             network, growth.population.kept(growth.engine.state.seeds), [site.after for site in sites.values()]
         )
         healed = attach_files(healed, adapter, Path("adapter"))
-    names, menu = list(space.slots), [entry.name for entry in space.blueprints]
     kept = {each["site"]: each["reason"] for each in summary["keeps"]}
-    planted = tuple(
-        HealingSeed(
-            each["site"],
-            each["blueprint"],
-            int(space.cost[0, names.index(each["site"]), menu.index(each["blueprint"])]),
-            each["reason"],
-            kept[each["site"]],
-        )
-        for each in summary["plantings"]
-        if each["site"] in kept
-    )
+    planted = tuple(each._replace(kept=kept[each.site]) for each in controller.plantings if each.site in kept)
     growth.finish()
     removed = [f"{each['blueprint']} at {each['site']} was removed: {each['reason']}" for each in summary["prunes"]]
     seconds = time.perf_counter() - begin
@@ -263,7 +251,7 @@ class InOrder(Rule):
     """Plants each of `plantings` once, as soon as it may; keeps it as soon as its gate allows, and else removes it."""
 
     def __init__(self) -> None:
-        self.plantings: list[tuple[str, str, str]] = []  # slot, blueprint, and the reason in words
+        self.plantings: list[HealingSeed] = []
         self.planted = 0
         self._why: str | None = None
 
@@ -281,10 +269,10 @@ class InOrder(Rule):
                 self._why = why
                 return complete(view.masks, np.array([op]), np.array([able.argmax()]), choices)
         if self.planted < len(self.plantings):
-            slot, blueprint, why = self.plantings[self.planted]
-            at, kind = view.space.slots.index(slot), [entry.name for entry in view.space.blueprints].index(blueprint)
+            seed, space = self.plantings[self.planted], view.space
+            at, kind = space.slots.index(seed.site), [entry.name for entry in space.blueprints].index(seed.blueprint)
             if valid[Op.GERMINATE, at] and view.masks.blueprint[0, at, kind]:
-                self.planted, self._why = self.planted + 1, why
+                self.planted, self._why = self.planted + 1, seed.why
                 return complete(view.masks, np.array([Op.GERMINATE]), np.array([at]), {**choices, Head.BLUEPRINT: kind})
         return Actions.wait(1)
 
@@ -295,16 +283,16 @@ class InOrder(Rule):
     def explain(self) -> list[str]:
         """Return what was not planted."""
         left = self.plantings[self.planted :]
-        return [f"{blueprint} was not planted at {slot}: no decision was left" for slot, blueprint, _ in left]
+        return [f"{seed.blueprint} was not planted at {seed.site}: no decision was left" for seed in left]
 
 
-def plan(space: Space, sites: Mapping[str, Site], places: Sequence["Place"], room: float) -> list[tuple[str, str, str]]:
+def plan(space: Space, sites: Mapping[str, Site], places: Sequence["Place"], room: float) -> list[HealingSeed]:
     """Return what to plant, in the order of the places: at each, the first of `MENU` that two thirds of the room can take.
 
-    room: parameters that all seeds may have. At least one seed is planned if any fits. Each is a slot, a blueprint, and why.
+    room: parameters that all seeds may have. At least one seed is planned if any fits.
     """
     names, left = [entry.name for entry in space.blueprints], room
-    found: list[tuple[str, str, str]] = []
+    found: list[HealingSeed] = []
     for place in places:
         slot = space.slots.index(place.site)
         costs = {
@@ -317,7 +305,7 @@ def plan(space: Space, sites: Mapping[str, Site], places: Sequence["Place"], roo
         if chosen is None and not found:
             chosen = min((name for name, cost in costs.items() if cost <= room), key=costs.__getitem__, default=None)
         if chosen is not None and len(found) < SEEDS:
-            found.append((place.site, chosen, place.why))
+            found.append(HealingSeed(place.site, chosen, costs[chosen], place.why))
             left -= costs[chosen]
     return found
 

@@ -48,21 +48,21 @@ def half_width(values: NDArray[np.float64]) -> float:
 
 
 class HealingSeed(NamedTuple):
-    """Describes a seed that was kept.
+    """Describes a seed that is planned, or was kept.
 
     Attributes:
         site (str): the submodule behind which it acts
         blueprint (str): its kind
         parameters (int): number of its parameters
         why (str): why it was planted there
-        kept (str): why it was kept
+        kept (str): why it was kept; empty before
     """
 
     site: str
     blueprint: str
     parameters: int
     why: str
-    kept: str
+    kept: str = ""
 
 
 class ComparedNetwork(NamedTuple):
