@@ -438,7 +438,7 @@ def test_shards_hold_all_environments_once_in_whole_groups():
     numbers = [cohort.engine.space.number.tolist() for cohort in cohorts]
     assert list(itertools.chain(*numbers)) == list(range(10))
     assert [len(each) for each in numbers] == [4, 4, 2]
-    assert [cohort.watched and cohort.watched.envs for cohort in cohorts] == [1, 1, None]
+    assert [cohort.watched.envs for cohort in cohorts] == [1, 1, 0]
 
 
 # Bad input.

@@ -78,7 +78,7 @@ class Cohort:
     task: AnyTask  # the task without its test split
     config: Config  # config of the population
     whole: Config  # config of the task's training, with the environments of all its shards
-    watched: Config | None  # config of the population of validation instances; None where it has no environment
+    watched: Config  # config of the population of validation instances, which may have no environment
 
     @cached_property
     def engine(self) -> VectorizedEngine:
@@ -88,16 +88,14 @@ class Cohort:
     @cached_property
     def validation(self) -> VectorizedEngine:
         """The population of validation instances."""
-        assert self.watched is not None, "this shard has no environments in the validation"
         return VectorizedEngine(self.task, self.watched)
 
     def source(self, name: Literal["training", "validation"], number: int) -> dict[str, Any]:
         """Return the population to which the rows of a round belong, with its first environment where there are shards."""
         source = {"cohort": name, "task": self.task.name, "round": number}
-        if self.whole.shards > 1 and name == "training":
-            source["first_env"] = self.config.first_instance - self.whole.first_instance
-        elif self.whole.shards > 1 and self.watched is not None:
-            source["first_env"] = self.watched.first_instance
+        if self.whole.shards > 1:
+            begin = self.config.first_instance - self.whole.first_instance
+            source["first_env"] = begin if name == "training" else self.watched.first_instance
         return source
 
     def release(self) -> None:
@@ -171,11 +169,9 @@ def cohorts_of(task: AnyTask, config: Config, made: int | None = None) -> list[C
     for trained, watched in zip(*parts, strict=True):
         begin = config.first_instance + size * int(trained[0])
         own = config.model_copy(update={"envs": size * len(trained), "first_instance": begin})
-        validated = None
-        if len(watched):
-            update = {**of_validation, "first_instance": int(watched[0]), "envs": len(watched)}
-            validated = config.model_copy(update=update)
-        cohorts.append(Cohort(task, own, config, validated))
+        first = int(watched[0]) if len(watched) else 0
+        validated = {**of_validation, "first_instance": first, "envs": len(watched)}
+        cohorts.append(Cohort(task, own, config, config.model_copy(update=validated)))
     for cohort in cohorts[:made]:
         space = cohort.engine.space
         if not space.slots or not space.fits.any() or not config.lifecycle.max_seeds:
@@ -184,7 +180,7 @@ def cohorts_of(task: AnyTask, config: Config, made: int | None = None) -> list[C
                 "it slots, blueprints that fit them, and a lifecycle.max_seeds of 1 or more"
             )
         with amended("in the validation, which takes ppo.validate_envs as envs: "):
-            assert cohort.watched is None or cohort.validation is not None
+            assert not cohort.watched.envs or cohort.validation
     return cohorts
 
 
@@ -689,7 +685,7 @@ class Trainer(Observer):
         """Grow validation instances greedily, as episode 0, and add J to the figures. Returns whether J is the best so far."""
         found = dict[int, Any]()
         for place, cohort in enumerate(self.cohorts):
-            if cohort.watched is None or not self.exchange.owns(place):
+            if not cohort.watched.envs or not self.exchange.owns(place):
                 continue
             engine, source = cohort.validation, cohort.source("validation", number)
             engine.reset(episode=0)
@@ -720,7 +716,7 @@ class Trainer(Observer):
         worth, number = self.best
         settings, rounds = self.config.ppo, number + 1
         validations = -(-rounds // settings.validate_every) + bool(settings.imitation_rounds)
-        watched = sum(cohort.watched.envs for cohort in self.cohorts if cohort.watched is not None)
+        watched = sum(cohort.watched.envs for cohort in self.cohorts)
         envs = sum(cohort.config.envs for cohort in self.cohorts)
         self.policy.origin = {
             "tasks": [self.cohorts[places[0]].task.name for places in by_task(self.cohorts)],
