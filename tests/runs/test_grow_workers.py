@@ -131,7 +131,7 @@ def test_seeds_that_go_around_several_segments_grow_the_same_with_workers(tmp_pa
 @pytest.mark.parametrize(
     "over",
     [
-        pytest.param({"baselines": [], "steps": 6, "mapping": "vmap"}, id="ghosts beside single rows"),
+        pytest.param({"baselines": [], "steps": 6, "mapping": "vmap"}, id="single rows that would need ghosts"),
         pytest.param(
             {"amp": "fp16", "early_stopping": {"enabled": True, "patience": 3}}, id="float16 that stops early"
         ),
@@ -273,6 +273,22 @@ def test_an_error_in_a_worker_ends_the_run_as_one_of_this_process_does(tmp_path,
         grown(tmp_path / "run", WorkerOptions(2))
 
 
+@pytest.mark.parametrize(("envs", "baselines", "shards"), [(3, [], [3]), (5, [], [2, 3]), (3, ["twin"], [1, 1, 1])])
+def test_a_worker_has_two_rows_where_one_alone_would_need_a_ghost(
+    tmp_path, monkeypatch, beside, envs, baselines, shards
+):
+    made, init = [], StackedPopulation.__init__
+
+    def make(self, task, config, *instance):
+        init(self, task, config, *instance)
+        made.append((config.envs, len(self.environment)))
+
+    monkeypatch.setattr(StackedPopulation, "__init__", make)
+    over = {"baselines": baselines, "models": "none", "steps": 1, "mapping": "vmap"}
+    grown(tmp_path / "run", WorkerOptions(envs), envs=envs, **over)
+    assert made == [(own, own * (1 + len(baselines))) for own in shards]
+
+
 # Placement: two logical devices, on the CPU.
 
 
@@ -282,9 +298,9 @@ def test_rows_on_two_devices_are_what_they_are_on_one(tmp_path, monkeypatch, bes
     monkeypatch.setattr(runtime, "multiplies_bfloat16", lambda device: True)
     placed = []
 
-    def make(self, task, config, instance, rows, first_env, derive):
+    def make(self, task, config, instance, first_env, derive):
         placed.append((config.device, config.envs, first_env))
-        init(self, task, config, instance, rows, first_env, derive)
+        init(self, task, config, instance, first_env, derive)
 
     init = Shard.__init__
     monkeypatch.setattr(Shard, "__init__", make)

@@ -759,12 +759,11 @@ class Trainer(Observer):
 
     def _counted(self) -> GovernorRecord:
         """Return the rollbacks and refusals of all rounds, with those of the parts of the present round so far."""
-        found: list[Any] = [self.record.found, *(played.found for played in self.played.values())]
-        refused: list[Any] = [self.record.refused, *(played.refused for played in self.played.values())]
+        parts: list[Any] = [self.record, *self.played.values()]
         if self.episode is not None:
-            begun = self.cohorts[self._unfinished].engine.governor.record
-            found, refused = [*found, begun.found], [*refused, begun.refused]
-        return GovernorRecord(self.record.rollbacks, np.sum(found, axis=0), np.sum(refused, axis=0))
+            parts.append(self.cohorts[self._unfinished].engine.governor.record)
+        sums = (np.sum([getattr(part, name) for part in parts], axis=0) for name in ("found", "refused"))
+        return GovernorRecord(self.record.rollbacks, *sums)
 
     @property
     def _unfinished(self) -> int:

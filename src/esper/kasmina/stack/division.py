@@ -16,14 +16,11 @@ from esper.kasmina.stack.rows import picked_columns
 State = Mapping[str, Any]
 
 
-def picked_body(state: State, rows: Indices, seeded: int | None = None) -> dict[str, Any]:
-    """Return the state of a body (`Body.state`) whose row i is the row rows[i] (n,) of the given one.
-
-    seeded: number of rows that get their seeds too; None for all.
-    """
+def picked_body(state: State, rows: Indices) -> dict[str, Any]:
+    """Return the state of a body (`Body.state`) whose row i is the row rows[i] (n,) of the given one."""
     seeds = []
     for entry in state["seeds"]:
-        own, chosen = np.nonzero(rows[:seeded, None] == entry["envs"])
+        own, chosen = np.nonzero(rows[:, None] == entry["envs"])
         chosen = chosen if len(chosen) else np.zeros(1, np.int64)  # a stack has room for one row or more
         seeds.append({**entry, "envs": own, "stack": _picked(entry["stack"], chosen)})
     widths = {name: array[rows] for name, array in state["widths"].items()}
@@ -31,14 +28,13 @@ def picked_body(state: State, rows: Indices, seeded: int | None = None) -> dict[
 
 
 def joined_bodies(states: Sequence[State], rows: Sequence[Indices]) -> dict[str, Any]:
-    """Return the state of a body of all rows from those of its parts, of which part i has rows[i] (n,) in its first rows.
+    """Return the state of a body of all rows from those of its parts, of which part i has rows[i] (n,).
 
     The rows of a stack of seeds are in the order of the parts; `Body.arrange` sorts them.
     """
-    pairs, order = list(zip(states, rows, strict=True)), np.argsort(np.concatenate(rows))
-    hosts = [_picked(state["host"], np.arange(len(own))) for state, own in pairs]
+    order = np.argsort(np.concatenate(rows))
     entries: dict[tuple[int, int], list[tuple[Indices, State]]] = {}
-    for state, own in pairs:
+    for state, own in zip(states, rows, strict=True):
         for entry in state["seeds"]:
             held = entry["envs"]
             stack = _picked(entry["stack"], np.arange(max(len(held), 1)))
@@ -49,11 +45,9 @@ def joined_bodies(states: Sequence[State], rows: Sequence[Indices]) -> dict[str,
         full = [(envs, stack) for envs, stack in parts if len(envs)] or parts[:1]
         envs = np.concatenate([envs for envs, _ in full])
         seeds.append({"slot": slot, "form": form, "envs": envs, "stack": _joined([stack for _, stack in full])})
-    names = states[0]["widths"]
-    widths = {
-        name: np.concatenate([state["widths"][name][: len(own)] for state, own in pairs])[order] for name in names
-    }
-    return {**states[0], "host": _picked(_joined(hosts), order), "widths": widths, "seeds": seeds}
+    widths = {name: np.concatenate([state["widths"][name] for state in states])[order] for name in states[0]["widths"]}
+    host = _picked(_joined([state["host"] for state in states]), order)
+    return {**states[0], "host": host, "widths": widths, "seeds": seeds}
 
 
 def picked_snapshot(state: State, rows: Indices) -> dict[str, Any]:
@@ -71,11 +65,10 @@ def picked_snapshot(state: State, rows: Indices) -> dict[str, Any]:
 def joined_snapshots(states: Sequence[State], rows: Sequence[Indices]) -> dict[str, Any]:
     """Return the state of the snapshots of all rows from those of their parts, as `joined_bodies` does."""
     order = np.argsort(np.concatenate(rows))
-    parts = [picked_snapshot(state, np.arange(len(own))) for state, own in zip(states, rows, strict=True)]
-    stale = [own[part["stale"]] for part, own in zip(parts, rows, strict=True)]
+    stale = [own[state["stale"]] for state, own in zip(states, rows, strict=True)]
     fossils: dict[tuple[int, int], dict[int, State]] = {}
-    for index, part in enumerate(parts):
-        for entry in part["fossils"]:
+    for index, state in enumerate(states):
+        for entry in state["fossils"]:
             fossils.setdefault((entry["slot"], entry["form"]), {})[index] = entry["rows"]
 
     def filled(found: Mapping[int, State]) -> dict[str, Any]:
@@ -87,10 +80,10 @@ def joined_snapshots(states: Sequence[State], rows: Sequence[Indices]) -> dict[s
         return np.concatenate(of)[order]
 
     return {
-        "step": whole([part["step"] for part in parts]),
-        "seeds": {name: whole([part["seeds"][name] for part in parts]) for name in parts[0]["seeds"]},
+        "step": whole([state["step"] for state in states]),
+        "seeds": {name: whole([state["seeds"][name] for state in states]) for name in states[0]["seeds"]},
         "stale": np.concatenate(stale),
-        "host": _joined([part["host"] for part in parts]),
+        "host": _joined([state["host"] for state in states]),
         "fossils": [{"slot": slot, "form": form, "rows": filled(found)} for (slot, form), found in fossils.items()],
     }
 

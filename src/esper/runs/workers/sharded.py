@@ -4,8 +4,8 @@ The engine, with the lifecycle, the controller, the governor and the events, is 
 The networks and their data are in the workers. An engine cannot tell a `ShardedPopulation` from a population of this process:
 what a row computes depends on no other row, so results do not depend on the number of workers.
 
-A `Shard` in a worker has n rows of a population: some environments, then their twins. It is a population of its own, which may
-have a ghost behind these rows (`needs_ghost`). What its rows compute does not depend on which rows they are with.
+A `Shard` in a worker has n rows of a population: some environments, then their twins. It is a population of its own. What its
+rows compute does not depend on which rows they are with. Where a row alone would need a ghost, each shard has two rows or more.
 """
 
 import time
@@ -103,7 +103,7 @@ class ShardedEngine(TaskEngine["ShardedPopulation"]):
 
     def remembered(self, snapshot: dict[str, Any]) -> None:
         population = self.population
-        parts = population.ask("remembered", [[] for _ in population.rows])
+        parts = population.ask("remembered", population.each())
         snapshot.update(population.joined([part["snapshot"] for part in parts]))
         for name, owner in (("governor", self.governor), ("early_stopping", self.stopping)):
             if owner is not None and snapshot[name]["snapshot"] is not None:
@@ -133,37 +133,32 @@ class ShardedPopulation:
         self.environment = row_environments(config, ghost=stacked.needs_ghost(task, config))
         self.widenings, self.widened = stacked.widenings_of(task, config), 0
         self._number, self._keepers = next(self._numbers), 0
-        workers = min(pool.size, config.envs)
+        alone = stacked.needs_ghost(task, config.model_copy(update={"envs": 1}))
+        workers = min(pool.size, max(config.envs // (1 + alone), 1))
         ends = [config.envs * at // workers for at in range(workers + 1)]
         self._envs = [slice(*ends[at : at + 2]) for at in range(workers)]  # of each worker
-        # (n,) the rows of each worker, ascending
-        self.rows = [
-            np.flatnonzero((self.environment >= own.start) & (self.environment < own.stop)) for own in self._envs
-        ]
-        # (R,) the worker of each row, and the place of the row there
-        self._owner, self._place = (np.zeros(len(self.environment), np.int64) for _ in range(2))
-        for at, rows in enumerate(self.rows):
-            self._owner[rows], self._place[rows] = at, np.arange(len(rows))
+        self._owner = np.searchsorted(ends, self.environment, side="right") - 1  # (R,) the worker of each row
+        self.rows = [np.flatnonzero(self._owner == at) for at in range(workers)]  # (n,) of each worker, ascending
+        self._place = _scattered([np.arange(len(rows)) for rows in self.rows], self.rows)  # (R,) of a row in its worker
         self._sent: tuple[Seeds, list[Seeds]] | None = None  # the last seeds, and those of each worker
         self._queue: list[list[Tree]] = [[] for _ in self._envs]
         self._known: dict[str, Any] | None = None  # the last snapshot, until a row changes
         self.remembers = False  # whether the workers keep the states of rows in place of sending them
         self._dtype = dtype_of(drawn_host(task.largest))
         found = []
-        for own, of in zip(self._envs, self.rows, strict=True):
+        for own in self._envs:
             update = {"envs": own.stop - own.start, "first_instance": config.first_instance + own.start}
-            found.append([config.model_copy(update=update), instance[own], len(of), own.start, derive])
-        surveys = self.ask("make", found, kept=True)
+            found.append([config.model_copy(update=update), instance[own], own.start, derive])
+        self.tell("make", found)
         self.skipped = np.zeros(len(self._owner), np.int64)  # (R,) as in `StackedPopulation`
-        self.table = HostTable(len(self._owner), len(surveys[0]["shared"]["slots"]), stacked.menu_of(task, config))
-        self.host_params = self.table.host_params
-        self._surveyed(surveys)
+        self._survey()
 
     # What the engine asks for.
 
     def begin(self, instance: Indices, episode: int) -> None:
         self.skipped[:] = self.widened = 0
-        self._surveyed(self.ask("begin", [[instance[own], episode] for own in self.rows], kept=True))
+        self.tell("begin", self.each(instance, episode))
+        self._survey()
 
     def edit(self, changes: Edits, seeds: Seeds, step: int) -> None:
         arguments = []
@@ -175,14 +170,14 @@ class ShardedPopulation:
 
     def widen(self, seeds: Seeds, step: int) -> None:
         self.widened += 1
-        self._surveyed(self.ask("widen", [[part, step] for part in self.parts_of(seeds)], kept=True))
+        self.tell("widen", self.each(seeds, step))
+        self._survey()
 
     def train(self, seeds: Seeds, *, parameter_norms: bool = False) -> None:
-        self.ask("train", [[part, parameter_norms] for part in self.parts_of(seeds)], kept=True)
+        self.ask("train", self.each(seeds, parameter_norms), kept=True)
 
     def probe(self, seeds: Seeds, asked: ProbeRequest) -> Figures:
-        chosen = [np.flatnonzero(self._owner[asked.branches.env] == at) for at in range(len(self.rows))]
-        looked = np.zeros(0, np.int64) if asked.look is None else self._owner[np.nonzero(asked.look)[0]]
+        chosen = self._divided(asked.branches.env)
         arguments: list[Sequence[Any]] = []
         for rows, part, of in zip(self.rows, self.parts_of(seeds), chosen, strict=True):
             branches = take(asked.branches, of)
@@ -203,7 +198,7 @@ class ShardedPopulation:
             metric, loss = (self._whole([part.validation[at] for part in parts]) for at in range(2))
             found["validation"] = metric, loss
         if asked.look is not None:
-            places = [np.flatnonzero(looked == at) for at in range(len(self.rows))]
+            places = self._divided(np.nonzero(asked.look)[0])
             having = [at for at, of in enumerate(places) if len(of)]
             found["compared"] = _scattered([parts[at].compared for at in having], [places[at] for at in having])
         if asked.trained:
@@ -211,29 +206,21 @@ class ShardedPopulation:
         return Figures(**found)
 
     def tainted(self, rows: Indices, step: int) -> list[int]:
-        own = self._divided(rows)
-        found = self.ask("tainted", [None if not len(of) else [self._place[rows[of]], step] for of in own])
-        return [int(self.rows[at][row]) for at, part in enumerate(found) for row in part or ()]
+        found = self.ask("tainted", [[self._place[rows[of]], step] for of in self._divided(rows)])
+        return [int(self.rows[at][row]) for at, part in enumerate(found) for row in part]
 
     def growth(self, rows: Indices, slot: Indices, blueprint: Indices) -> int:
-        own = self._divided(rows)
-        found = self.ask(
-            "growth", [None if not len(of) else [self._place[rows[of]], slot[of], blueprint[of]] for of in own]
-        )
-        devices = self._pool.devices
-        of_device = [sum(needed or 0 for needed in found[at :: len(devices)]) for at in range(len(devices))]
+        arguments = [[self._place[rows[of]], slot[of], blueprint[of]] for of in self._divided(rows)]
+        needed, devices = self.ask("growth", arguments), len(self._pool.devices)
+        of_device = [sum(needed[at::devices]) for at in range(devices)]
         return sum(of_device) if self.device.type == "cpu" else max(of_device)
-
-    @property
-    def fresh(self) -> Sequence[Indices]:
-        return self._fresh
 
     @property
     def compiled(self) -> dict[str, float] | None:
         """The sums over the workers."""
         if self.config.compile == "off":
             return None
-        parts: list[dict[str, float]] = self.ask("compiled", [[] for _ in self.rows])
+        parts: list[dict[str, float]] = self.ask("compiled", self.each())
         return {name: round(sum(part[name] for part in parts), 3) for name in parts[0]}
 
     @property
@@ -241,7 +228,7 @@ class ShardedPopulation:
         return self.skipped if self._scaled else None
 
     def keeper(self, seeds: Seeds) -> "ShardedKeeper":
-        self.tell("keeper", [[seeds.stage.shape[1]] for _ in self.rows])
+        self.tell("keeper", self.each(seeds.stage.shape[1]))
         self._keepers += 1
         return ShardedKeeper(self, self._keepers - 1, seeds)
 
@@ -250,8 +237,7 @@ class ShardedPopulation:
     @contextmanager
     def remembering(self, step: int) -> Iterator[None]:
         """Let the workers copy the state of their rows after a step. Within, `snapshot` and `ShardedKeeper.state` are empty."""
-        self.tell("remember", [[step] for _ in self.rows], kept=False)
-        self._counts = self.skipped.copy(), self.widened
+        self.tell("remember", self.each(step), kept=False)
         self.remembers = True
         try:
             yield
@@ -261,20 +247,16 @@ class ShardedPopulation:
     def snapshot(self) -> dict[str, Any]:
         if self.remembers:
             return {}
-        if self._known is None or any(self._queue):
-            self._counts = self.skipped, self.widened
-            self._known = self.joined(self.ask("snapshot", [[] for _ in self.rows]))
+        if self._known is None:
+            self._known = self.joined(self.ask("snapshot", self.each()))
         return self._known
 
     def joined(self, parts: Sequence[Tree]) -> dict[str, Any]:
         """Return the snapshot of all rows from those of the workers."""
-        skipped, widened = self._counts
-        counts = {**({"widened": widened} if widened else {}), **({"skipped": skipped} if self._scaled else {})}
-        return {
-            "body": joined_bodies([part["body"] for part in parts], self.rows),
-            "batch": parts[0]["batch"],
-            **counts,
-        }
+        found = {**parts[0], "body": joined_bodies([part["body"] for part in parts], self.rows)}
+        if "skipped" in found:
+            found["skipped"] = self._whole([part["skipped"] for part in parts])
+        return found
 
     def load(self, tree: Mapping[str, Any], instance: Indices, episode: int) -> None:
         arguments = []
@@ -284,7 +266,8 @@ class ShardedPopulation:
             part = {**tree, "body": picked_body(tree["body"], rows), "seeds": seeds, **skipped}
             arguments.append([part, instance[rows], episode])
         self.skipped, self.widened = tree.get("skipped", self.skipped), tree.get("widened", 0)
-        self._surveyed(self.ask("load", arguments, kept=True))
+        self.tell("load", arguments)
+        self._survey()
 
     # Evaluation and export at the end of an episode.
 
@@ -292,18 +275,13 @@ class ShardedPopulation:
         return [self.task.instance(key).validation for key in self.space.instance[: self.config.envs].tolist()]
 
     def evaluate(self, seeds: Seeds, split: Split | Sequence[Split]) -> tuple[Floats, Floats]:
-        parts = self.ask(
-            "evaluate",
-            [
-                [part, split if isinstance(split, Split) else list(split[own])]
-                for part, own in zip(self.parts_of(seeds), self._envs, strict=True)
-            ],
-        )
+        splits = [split if isinstance(split, Split) else split[own] for own in self._envs]
+        parts = self.ask("evaluate", list(zip(self.parts_of(seeds), splits, strict=True)))
         metric, loss = (self._whole([part[at] for part in parts]) for at in range(2))
         return metric, loss
 
     def outputs(self, seeds: Seeds, split: Split) -> Floats:
-        return self._whole(self.ask("outputs", [[part, split] for part in self.parts_of(seeds)]))
+        return self._whole(self.ask("outputs", self.each(seeds, split)))
 
     def export(self, seeds: Seeds, env: int) -> tuple[nn.Module, dict[str, Any]]:
         """Return a network of a body in this process that holds its row alone."""
@@ -331,40 +309,46 @@ class ShardedPopulation:
             self._sent = seeds, [take(seeds, rows) for rows in self.rows]
         return self._sent[1]
 
-    def tell(self, name: str, arguments: Sequence[Sequence[Any] | None], kept: bool = True) -> None:
-        """Queue a command. arguments: of each worker; None for one that has nothing to do. kept: whether it changes the rows."""
-        for queue, own in zip(self._queue, arguments, strict=True):
-            if own is not None:
-                queue.append(self._command(name, own, kept=kept))
+    def each(self, *arguments: Any) -> list[list[Any]]:
+        """Return arguments for each worker, with its rows of seeds and of arrays (R, ...) among them."""
 
-    def ask(self, name: str, arguments: Sequence[Sequence[Any] | None], kept: bool = False) -> list[Any]:
-        """Let the workers carry out what is queued and a command; return the result of each, None for one that was not asked."""
-        if kept or any(self._queue):
+        def divided(own: Any) -> list[Any]:
+            if isinstance(own, Seeds):
+                return self.parts_of(own)
+            return [own[rows] if isinstance(own, np.ndarray) else own for rows in self.rows]
+
+        parts = [divided(own) for own in arguments]
+        return [[part[at] for part in parts] for at in range(len(self.rows))]
+
+    def tell(self, name: str, arguments: Sequence[Sequence[Any]], kept: bool = True) -> None:
+        """Queue a command. arguments: of each worker. kept: whether it changes the rows."""
+        if kept:
             self._known = None
-        asked = {
-            at: [*queue, self._command(name, own, kept=kept)]
-            for at, (queue, own) in enumerate(zip(self._queue, arguments, strict=True))
-            if own is not None
-        }
-        for at in asked:
-            self._queue[at] = []
+        for queue, own in zip(self._queue, arguments, strict=True):
+            queue.append({"population": self._number, "name": name, "arguments": list(own), "kept": kept})
+
+    def ask(self, name: str, arguments: Sequence[Sequence[Any]], kept: bool = False) -> list[Any]:
+        """Let the workers carry out what is queued and a command; return the result of each."""
+        self.tell(name, arguments, kept)
+        asked, self._queue = dict(enumerate(self._queue)), [[] for _ in self.rows]
         found = self._pool.ask(asked)
-        return [found.get(at) for at in range(len(self.rows))]
+        return [found[at] for at in range(len(self.rows))]
 
-    def _command(self, name: str, arguments: Sequence[Any], *, kept: bool) -> Tree:
-        return {"population": self._number, "name": name, "arguments": list(arguments), "kept": kept}
-
-    def _surveyed(self, parts: Sequence[Tree]) -> None:
+    def _survey(self) -> None:
+        """Note the constants of the rows, as they are after the commands so far."""
+        parts = self.ask("survey", self.each())
+        shared, menu = parts[0]["shared"], stacked.menu_of(self.task, self.config)
+        self.table = HostTable(len(self._owner), len(shared["slots"]), menu)
         self.table.load_state(
             {name: self._whole([part["table"][name] for part in parts]) for name in parts[0]["table"]}
         )
-        shared, menu = parts[0]["shared"], stacked.menu_of(self.task, self.config)
+        self.host_params = self.table.host_params
         of_rows = {name: self._whole([part["space"][name] for part in parts]) for name in parts[0]["space"]}
         slots, fits, heads = tuple(shared["slots"]), shared["fits"], shared["heads"]
         self.space = space_of(self.config, menu, slots=slots, fits=fits, heads=heads, **of_rows)
         self._scaled, self.reads = bool(parts[0]["scaled"]), bool(parts[0]["reads"])
         fresh = [[part["fresh"][of] for of in part["fresh_of"]] for part in parts]
-        self._fresh = [fresh[at][row] for at, row in zip(self._owner.tolist(), self._place.tolist(), strict=True)]
+        self.fresh = [fresh[at][row] for at, row in zip(self._owner.tolist(), self._place.tolist(), strict=True)]
 
     def _trained(self, parts: Sequence[Any]) -> TrainedFigures:
         norms = None
@@ -381,16 +365,14 @@ class ShardedPopulation:
         found: dict[str, Floats] = {}
         for part, rows in zip(parts, self.rows, strict=True):
             for name, values in part.items():
-                found.setdefault(name, np.full(len(self._owner), np.nan))[rows] = values[: len(rows)]
+                found.setdefault(name, np.full(len(self._owner), np.nan))[rows] = values
         return found
 
     # Rows.
 
     def _whole(self, parts: Sequence[Any]) -> Any:
-        """Join arrays (n, ...) of the workers, or longer ones with ghosts, to one of all rows; None if they are None."""
-        if parts[0] is None:
-            return None
-        return _scattered([part[: len(rows)] for part, rows in zip(parts, self.rows, strict=True)], self.rows)
+        """Join arrays (n, ...) of the workers to one of all rows; None if they are None."""
+        return None if parts[0] is None else _scattered(parts, self.rows)
 
     def _divided(self, rows: Indices) -> list[Indices]:
         """Return for each worker the indices of those of some rows (n,) that it holds."""
@@ -405,37 +387,30 @@ class ShardedKeeper:
         self.seeds, self.step = seeds, np.full(len(seeds.stage), -1, np.int64)
 
     def take(self, seeds: Seeds, rows: Bools, step: int) -> None:
-        self._tell("take", seeds, rows, [step])
+        self._population.tell("with_keeper", self._population.each(self.number, "take", seeds, rows, step))
         self.seeds = choose(rows, seeds, self.seeds)
         self.step[rows] = step
 
     def put_back(self, seeds: Seeds, rows: Bools) -> Seeds:
-        self._tell("put_back", seeds, rows)
+        self._population.tell("with_keeper", self._population.each(self.number, "put_back", seeds, rows))
         restored: Seeds = choose(rows, uprooted(self.seeds, rows, self._population.config.lifecycle.embargo), seeds)
         return restored
 
     def state(self, now: int) -> dict[str, Any]:
         if self._population.remembers:
             return {}
-        owners = self._population.rows
-        return joined_snapshots(self._population.ask("keeper_state", [[self.number, now] for _ in owners]), owners)
+        population = self._population
+        states = population.ask("with_keeper", population.each(self.number, "state", now))
+        return joined_snapshots(states, population.rows)
 
     def load_state(self, state: Mapping[str, Any], seeds: Seeds) -> None:
         self.step, self.seeds = state["step"], Seeds(**state["seeds"])
         owners, parts = self._population.rows, self._population.parts_of(seeds)
-        arguments = [[self.number, picked_snapshot(state, own), part] for own, part in zip(owners, parts, strict=True)]
-        self._population.ask("load_keeper", arguments, kept=True)
-
-    def _tell(self, name: str, seeds: Seeds, rows: Bools, more: Sequence[int] = ()) -> None:
-        """Queue a command for the workers that hold some of the rows."""
-        owners, parts = self._population.rows, self._population.parts_of(seeds)
-        self._population.tell(
-            name,
-            [
-                [self.number, part, rows[own], *more] if rows[own].any() else None
-                for own, part in zip(owners, parts, strict=True)
-            ],
-        )
+        arguments = [
+            [self.number, "load_state", picked_snapshot(state, own), part]
+            for own, part in zip(owners, parts, strict=True)
+        ]
+        self._population.ask("with_keeper", arguments, kept=True)
 
 
 def _scattered(parts: Sequence[NDArray[Any]], places: Sequence[Indices]) -> NDArray[Any]:
@@ -447,28 +422,26 @@ def _scattered(parts: Sequence[NDArray[Any]], places: Sequence[Indices]) -> NDAr
 
 
 class Shard:
-    """Carries out commands on one shard: its public methods, and those of its population. Their arguments are of the n rows;
+    """Carries out commands on one shard: its own methods, and those of its population. Their arguments are of the n rows;
     numbers of rows are below n.
     """
 
-    def __init__(
-        self, task: AnyTask, config: Config, instance: Indices, rows: int, first_env: int, derive: Derive | None
-    ) -> None:
-        """config, instance (E,): of the shard alone. rows: n. first_env: number of its first environment in the whole population.
+    def __init__(self, task: AnyTask, config: Config, instance: Indices, first_env: int, derive: Derive | None) -> None:
+        """config, instance (E,): of the shard alone. first_env: number of its first environment in the whole population.
         derive: None where the population grows on the task of the run itself.
         """
         task = task if derive is None else derive(task)
         self._population = stacked.StackedPopulation(task, config, instance)
         self._population.first_env = first_env
-        self._rows, self._keepers = rows, list[Keeper]()
-        self._copy = StateCopy()
-        self._ghosts = len(self._population.environment) - rows
-        self._every = np.append(np.arange(rows), np.zeros(self._ghosts, np.int64))  # a ghost is a copy of row 0
+        self._keepers, self._copy = list[Keeper](), StateCopy()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._population, name)
 
     def survey(self) -> Tree:
         """Return the constants of the rows, and their fresh examples."""
-        population, rows = self._population, slice(0, self._rows)
-        space, fresh = population.space, {id(each): each for each in population.fresh[rows]}
+        population = self._population
+        space, fresh = population.space, {id(each): each for each in population.fresh}
         of_rows = ("cost", "width", "number", "instance", "floor", "ceiling", "frozen")
         return {
             "table": population.table.state(),
@@ -477,52 +450,18 @@ class Shard:
             "scaled": population.scaler is not None,
             "reads": population.waits is not None,
             "fresh": list(fresh.values()),
-            "fresh_of": [list(fresh).index(id(each)) for each in population.fresh[rows]],
+            "fresh_of": [list(fresh).index(id(each)) for each in population.fresh],
         }
 
-    def begin(self, instance: Indices, episode: int) -> Tree:
-        self._population.begin(instance[self._every], episode)
-        return self.survey()
-
-    def widen(self, seeds: Seeds, step: int) -> Tree:
-        self._population.widen(self._seeds(seeds), step)
-        return self.survey()
-
-    def train(self, seeds: Seeds, parameter_norms: bool) -> None:
-        self._population.train(self._seeds(seeds), parameter_norms=parameter_norms)
-
-    def probe(self, seeds: Seeds, asked: ProbeRequest) -> Figures:
-        if (look := asked.look) is not None:
-            asked = asked._replace(look=np.concatenate([look, np.zeros((self._ghosts, look.shape[1]), bool)]))
-        return self._population.probe(self._seeds(seeds), asked)
-
-    # Snapshots of rows, by the number of their keeper.
+    def compiled(self) -> dict[str, float] | None:
+        return self._population.compiled
 
     def keeper(self, slots: int) -> None:
-        self._keepers.append(self._population.keeper(dormant(self._rows + self._ghosts, slots)))
+        self._keepers.append(self._population.keeper(dormant(len(self._population.environment), slots)))
 
-    def take(self, keeper: int, seeds: Seeds, rows: Bools, step: int) -> None:
-        self._keepers[keeper].take(self._seeds(seeds), self._marked(rows), step)
-
-    def put_back(self, keeper: int, seeds: Seeds, rows: Bools) -> None:
-        self._keepers[keeper].put_back(self._seeds(seeds), self._marked(rows))
-
-    def keeper_state(self, keeper: int, now: int) -> Tree:
-        return self._keepers[keeper].state(now)
-
-    def load_keeper(self, keeper: int, state: Tree, seeds: Seeds) -> None:
-        state = picked_snapshot(state, self._every)
-        state["seeds"] = self._seeds(Seeds(*(field[: self._rows] for field in state["seeds"].values())))._asdict()
-        self._keepers[keeper].load_state(state, self._seeds(seeds))
-
-    # The state of the rows.
-
-    def load(self, tree: Tree, instance: Indices, episode: int) -> Tree:
-        skipped = {"skipped": tree["skipped"][self._every]} if "skipped" in tree else {}
-        body = picked_body(tree["body"], self._every, self._rows)
-        seeds = self._seeds(Seeds(**tree["seeds"]))._asdict()
-        self._population.load({**tree, "body": body, "seeds": seeds, **skipped}, instance[self._every], episode)
-        return self.survey()
+    def with_keeper(self, number: int, name: str, *arguments: Any) -> Any:
+        """Call a method of a keeper of the rows."""
+        return getattr(self._keepers[number], name)(*arguments)
 
     def remember(self, step: int) -> None:
         """Copy the state of the rows and of their keepers after a step, in place of the copy before."""
@@ -533,24 +472,6 @@ class Shard:
         """Return that copy."""
         found: Tree = self._copy.tree()
         return found
-
-    def compiled(self) -> dict[str, float] | None:
-        return self._population.compiled
-
-    def carry_out(self, name: str, arguments: Sequence[Any]) -> Any:
-        """Call a method of this object, or else of the population, with the seeds of all rows."""
-        if (own := getattr(self, name, None)) is not None:
-            return own(*arguments)
-        given = [self._seeds(each) if isinstance(each, Seeds) else each for each in arguments]
-        return getattr(self._population, name)(*given)
-
-    def _seeds(self, seeds: Seeds) -> Seeds:
-        """Return the seeds of all rows from those of the n rows; the slots of a ghost are empty."""
-        empty = dormant(self._ghosts, seeds.stage.shape[1])
-        return Seeds(*(np.concatenate([own, none]) for own, none in zip(seeds, empty, strict=True)))
-
-    def _marked(self, rows: Bools) -> Bools:
-        return rows[self._every]  # a ghost, whose results are ignored, is saved and restored with its row
 
 
 class ShardWorker:
@@ -572,10 +493,9 @@ class ShardWorker:
                 config, *others = command["arguments"]
                 if self._device is not None:
                     config = config.model_copy(update={"device": self._device})
-                shard = self._shards[population] = Shard(self._task, config, *others)
-                value = shard.survey()
+                self._shards[population] = Shard(self._task, config, *others)
             elif name != "close":
-                value = self._shards[population].carry_out(name, command["arguments"])
+                value = getattr(self._shards[population], name)(*command["arguments"])
             elif (closed := self._shards.pop(population, None)) is not None:  # else this worker has nothing of it
-                closed.carry_out("close", ())
+                closed.close()
         return {"value": value, "seconds": time.perf_counter() - begin}

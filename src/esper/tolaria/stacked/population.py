@@ -267,7 +267,7 @@ class StackedPopulation:
         self._taught = None
         self._survey()
 
-    def train(self, seeds: Seeds, *, parameter_norms: bool = False) -> None:
+    def train(self, seeds: Seeds, parameter_norms: bool = False) -> None:
         body, feed, config = self.body, self.feed, self.config
         shadow = config.lifecycle.incubation == "shadow"
         branches, dose, rows = shadows(seeds), doses(seeds), len(seeds.stage)
