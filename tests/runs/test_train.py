@@ -22,7 +22,7 @@ from esper.leyline.errors import InputError, LearningError
 from esper.leyline.progress import Progress
 from esper.nissa.events import decode
 from esper.nissa.rows import (
-    ROWS,
+    KINDS,
     AnomalyRow,
     CheckpointRow,
     DecisionRow,
@@ -184,7 +184,7 @@ def test_the_rows_of_a_training_tell_how_many_seeds_it_planted_and_kept(trained)
             "run",
             {RunRow, EnvironmentRow, RoundRow, DecisionRow, LifecycleRow, EpisodeRow, EvaluationRow, CheckpointRow},
         ),
-        ("step", {*ROWS} - {RollbackRow, AnomalyRow, GradientsRow, WideningRow, SizeRow}),
+        ("step", {*KINDS.values()} - {RollbackRow, AnomalyRow, GradientsRow, WideningRow, SizeRow}),
     ],
 )
 def test_a_training_writes_the_rows_that_the_config_asks_for(tmp_path, level, kinds):
