@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from hashlib import sha256
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from esper.leyline.config.arguments import required_arguments
@@ -89,6 +89,14 @@ def unnamed_function(file: str, what: str) -> str:
     return f"{file} is a file; name the function that returns the {what}{shown}"
 
 
+class _FromSource(SourceFileLoader):
+    """Loads a module without its bytecode, which may be that of a content with as many bytes, written in the same second."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Return the code of the file as it is."""
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def _read_file(path: Path) -> ModuleType:
     """Import a file as a module, with its folder on `sys.path`, unless it was imported with this content before."""
     if not path.is_file():
@@ -101,14 +109,13 @@ def _read_file(path: Path) -> ModuleType:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     name = path.stem if path.stem not in sys.modules else f"{path.stem} ({path.resolve()})"
-    loader = SourceFileLoader(name, str(path))
-    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_FromSource(name, str(path)))
     assert spec is not None
+    assert spec.loader is not None, "it was given"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look it up here
     try:
-        # not from bytecode, which may be that of a content with as many bytes, written in the same second
-        exec(loader.source_to_code(content, str(path)), vars(module))
+        spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
