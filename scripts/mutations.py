@@ -120,7 +120,7 @@ MUTATIONS = (
         "tolaria/test_tape.py",
     ),
     Mutation(TAPE, "dy if where is None else dy.index_select(0, where)", "dy", "tolaria/test_tape.py"),
-    Mutation(TAPE, "self._gradients[at].add_(gradient)", "self._gradients[at] = gradient", "tolaria/test_tape.py"),
+    Mutation(TAPE, "gradient if known is None else known + gradient", "gradient", "tolaria/test_tape.py"),
     # Folding
     Mutation(
         FOLDING,
@@ -132,7 +132,7 @@ MUTATIONS = (
     Mutation(FOLDING, "return lost <= seed / 100", "return True", "kasmina/test_folding.py"),
     # Attribution
     Mutation(COALITIONS, "masks(live)[env] ^ (1 << slot)", "masks(live)[env] | (1 << slot)", "tolaria"),
-    Mutation(COALITIONS, "worth = -values.loss if loss", "worth = values.loss if loss", "tolaria"),
+    Mutation(COALITIONS, "table = values.metric", "table = -values.metric", "tolaria/test_coalitions.py"),
     Mutation(COALITIONS, "(real > 0)", "(real >= 0)", "tolaria/test_coalitions.py"),
     # Optimizer
     Mutation(
