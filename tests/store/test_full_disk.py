@@ -132,12 +132,14 @@ def test_a_signal_ends_the_waiting(tmp_path, notes, number):
 # The events.
 
 
-def test_a_stream_that_stays_full_is_given_up_with_the_way_to_go_on(tmp_path, notes, full_device):
-    (tmp_path / "events.jsonl").symlink_to(full_device)
-    output = JsonLines(tmp_path / "events.jsonl", waiting(tmp_path, notes, seconds=0.02))
-    with closing(Hub([output])) as hub, pytest.raises(DiskFull, match="start the run again"):
+def test_a_disk_that_stays_full_is_given_up_with_the_way_to_go_on(tmpfs, notes):
+    output = JsonLines(tmpfs.path / "events.jsonl", waiting(tmpfs.path, notes, seconds=0.02))
+    with closing(Hub([output])) as hub:
         hub.emit(change())
-    assert hub.seq == 0
+        tmpfs.fill()
+        with pytest.raises(DiskFull, match="start the run again"):
+            hub.emit(change("mlp" * 3000))
+    assert hub.seq == 1
     assert len(notes) == 1
 
 
