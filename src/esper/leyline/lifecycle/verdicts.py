@@ -20,7 +20,7 @@ class Vital(MeantNumber):
     BATCH = 1, "examples of a batch are not finite"
     LOSS = 2, "a training loss, or the loss on the probe split, is not finite"
     GRADIENT = 3, "a gradient of the host or of a seed is not finite"
-    PARAMETER = 4, "a parameter of the host or of a seed is not finite"
+    PARAMETER = 4, "a parameter is not finite"
     RISE = 5, "the loss rose far above its past values"
     COLLAPSE = 6, "the outputs hardly differ between examples"
     FALL = 7, "the metric fell far below its best value"
