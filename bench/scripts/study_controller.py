@@ -49,7 +49,7 @@ from esper.store.files import EVENTS, SUMMARY, to_json
 from esper.tamiyo.catalog import FOLDER
 from esper.tamiyo.policy.actor import Learned
 from esper.tamiyo.policy.controller import Policy, load_policy
-from esper.tamiyo.policy.observation import RELATIVE, Inputs, Observation, input_names
+from esper.tamiyo.policy.observation import RELATIVE, Observation, input_names
 from esper.tamiyo.rules.schedule import ScheduleEntry
 from esper.tasks.catalog import get_task
 from esper.tasks.repair import Facts, describe
@@ -253,7 +253,7 @@ class Shuffled(Policy):
 
     group: str = EVERYTHING
 
-    def normalised(self, observation: Observation) -> Inputs:
+    def normalised(self, observation: Observation) -> Observation:
         """Return what the network reads, with the group's columns, raw, relative and `name?`, those of another environment."""
         seen = super().normalised(observation)
         other = partners(len(seen.env))

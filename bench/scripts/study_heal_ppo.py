@@ -1,7 +1,7 @@
 """Measure what PPO reaches on trained hosts with damage, alone or after imitation of the trees, by episodes and by seconds.
 
     python bench/scripts/study_heal_ppo.py OUT --seeds 5 --rounds 60 --page FILE
-    python bench/scripts/study_heal_ppo.py OUT --seeds 10 --taught 10 --rounds 60 --first 96
+    python bench/scripts/study_heal_ppo.py OUT --seeds 5 --taught 5 --rounds 60 --first 96
 
 A training draws new instances of `heal` in every round, of all kinds of damage, on the first 128 training hosts. Its settings are
 those of `esper train` but for the ones of SETTINGS, and of TAUGHT where it imitates the trees first. It validates on 96
@@ -136,6 +136,7 @@ def read_arguments(
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.seeds, arguments.rounds, arguments.instances = 1, 2, 4
+        arguments.taught = min(getattr(arguments, "taught", 0), 1)
     return arguments
 
 

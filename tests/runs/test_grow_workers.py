@@ -264,7 +264,7 @@ def test_workers_that_are_lost_for_good_stop_the_run(tmp_path, beside):
 
 
 def test_an_error_in_a_worker_ends_the_run_as_one_of_this_process_does(tmp_path, beside, monkeypatch):
-    def train(self, seeds, *, parameter_norms=False):
+    def train(self, seeds, parameter_norms=False):
         if self.first_env:  # in the second worker alone
             raise DataFault("what environment 2 trained on is not finite")
 

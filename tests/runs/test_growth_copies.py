@@ -386,3 +386,20 @@ class Remembering(nn.Linear):
 def test_a_copy_beside_a_submodule_with_a_cache_of_its_own_kind_is_refused(memory):
     with pytest.raises(InputError, match=f"writes to a {type(memory).__name__} that it is given"):
         called_beside(((torch.randn(2, WIDTH), memory), {}), Remembering(WIDTH, WIDTH))
+
+
+class Listing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.act, self.layer = nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, losses):
+        losses.append(x.mean())
+        return self.layer(self.act(x))
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_copy_may_append_to_a_list_of_its_own_and_rectify_its_stream_in_place(attached):
+    losses = [torch.zeros(())]
+    called_beside(((torch.randn(2, WIDTH), losses), {}), Listing(), attached=attached)
+    assert len(losses) == 1

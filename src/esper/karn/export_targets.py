@@ -149,7 +149,7 @@ class MLflow(Target):
         """
         store = self.folder / "mlflow.db"
         part = store.with_suffix(".part")
-        with locked_folder(self.folder / KEPT, lambda line: None, write_once, 60.0):
+        with locked_folder(self.folder / KEPT, lambda line: None, write_once, 60.0, "(--into)"):
             if not store.exists():
                 part.unlink(missing_ok=True)
                 self._connect(part).search_experiments()

@@ -149,7 +149,7 @@ def export_of(
         marked.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(marked, f"{target}\n")
     with (
-        locked_folder(folder / KEPT / name, lambda line: None, write_once, patience),
+        locked_folder(folder / KEPT / name, lambda line: None, write_once, patience, "(--into)"),
         closing(Export(run, name, made)) as export,
     ):
         yield export, folder

@@ -5,7 +5,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from esper.leyline.errors import in_words
+from esper.leyline.errors import InputError, typed_line
 
 TASKS, CONTROLLERS, OUTPUTS, COMMANDS = "esper.tasks", "esper.controllers", "esper.outputs", "esper.commands"
 """The groups of entry points that Esper reads (`esper docs plugins`)."""
@@ -20,10 +20,14 @@ def plugins(group: str) -> Mapping[str, EntryPoint]:
 def load_plugin(group: str, name: str) -> Any:
     """Import and return the object of an entry point. InputError, which names the package, if its code cannot be imported."""
     entry = plugins(group)[name]
-    package = entry.dist.name if entry.dist is not None else entry.module
-    mend = f"install it again, or remove it (pip uninstall {package})"
-    with in_words(f"{name!r} comes from the package {package}, which cannot be imported", mend):
+    try:
         return entry.load()
+    except Exception as error:  # whatever the package raises while it is imported, an InputError of its own too
+        package = entry.dist.name if entry.dist is not None else entry.module
+        raise InputError(
+            f"{name!r} comes from the package {package}, which cannot be imported: {typed_line(error)}; install it again, or "
+            f"remove it (pip uninstall {package})"
+        ) from error
 
 
 def lacking(name: str) -> str:

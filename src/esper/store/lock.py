@@ -73,10 +73,13 @@ class Lock:
 
 
 @contextmanager
-def locked_folder(folder: Path, note: Callable[[str], None], retry: Retry, patience: float = _TRIES) -> Iterator[None]:
+def locked_folder(
+    folder: Path, note: Callable[[str], None], retry: Retry, patience: float = _TRIES, mend: str = "(--out, out=)"
+) -> Iterator[None]:
     """Make a folder, and hold its lock in the body. Folders that were made for it and are empty in the end are removed.
 
     Raises InputError if the folder cannot be made, or if another process holds the lock for more than `patience` seconds.
+    mend: the option that names another folder.
     """
     made = [each for each in (folder, *folder.parents) if not each.exists()]  # innermost first
     lock = Lock(folder, note)
@@ -88,7 +91,7 @@ def locked_folder(folder: Path, note: Callable[[str], None], retry: Retry, patie
             if error.errno in FULL:
                 raise
             raise InputError(
-                f"cannot write to {error.filename}: {error.strerror}; name another folder (--out, out=)"
+                f"cannot write to {error.filename}: {error.strerror}; name another folder {mend}"
             ) from None
         lock.take(patience)
 

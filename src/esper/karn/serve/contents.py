@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from esper.karn.reader import MEND
-from esper.leyline.errors import InputError
+from esper.leyline.errors import InputError, system_in_words
 from esper.leyline.lifecycle.actions import Op
 from esper.nissa.events import decode
 from esper.nissa.rows import DecisionRow
@@ -114,17 +114,19 @@ def filled(fill: Callable[[IO[bytes]], None]) -> tuple[IO[bytes], int]:
 def archive(folder: Path) -> tuple[IO[bytes], int]:
     """Return a zip archive of the files in a folder of `archives_of`, in a file without a name, and its size.
 
-    Weights are stored and not compressed, because they do not become smaller. OSError if a file cannot be read.
+    Weights are stored and not compressed, because they do not become smaller. InputError if the folder is gone, OSError if a file
+    cannot be read.
     """
 
     def pack(packed: IO[bytes]) -> None:
         # The folder is held open, so that no link can take its place while its files are read.
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-        parent = os.open(folder.parent, flags)
-        try:
-            opened = os.open(folder.name, flags, dir_fd=parent)
-        finally:
-            os.close(parent)
+        with system_in_words(str(folder), MEND):
+            parent = os.open(folder.parent, flags)
+            try:
+                opened = os.open(folder.name, flags, dir_fd=parent)
+            finally:
+                os.close(parent)
         try:
             with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as target:
                 for name in sorted(os.listdir(opened)):

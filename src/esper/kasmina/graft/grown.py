@@ -207,15 +207,14 @@ def called_beside(given: Any, block: Callable[..., Any], *, attached: bool = Tru
     if (read := first_tensor(args, kwargs)) is not None:
         args = tuple(_uncached(each, read) for each in args)
         kwargs = {key: _uncached(each, read) for key, each in kwargs.items()}
+    written = [] if torch.compiler.is_compiling() else [each for each in (*args, *kwargs.values()) if each is not read]
+    before = [_held(each, read) for each in written]
     # In containers of its own, to which the other may append.
     args, kwargs = mapped((args, kwargs), lambda each: each if attached else each.detach())
-    if torch.compiler.is_compiling():
-        return stream_of(block(*args, **kwargs))
-    others = [each for each in (*args, *kwargs.values()) if each is not read and not isinstance(each, nn.Module)]
-    before = list(map(_versions, others))
     output = stream_of(block(*args, **kwargs))
-    for other, versions in zip(others, before, strict=True):
-        if _versions(other) != versions:
+    for other, held in zip(written, before, strict=True):
+        now = _held(other, read)
+        if len(now) != len(held) or any(a is not b or old != new for (a, old), (b, new) in zip(held, now, strict=True)):
             owner = type(getattr(block, "__self__", block)).__name__
             raise InputError(
                 f"{owner} writes to a {type(other).__name__} that it is given, as to a cache of keys and values, and a copy of "
@@ -225,13 +224,15 @@ def called_beside(given: Any, block: Callable[..., Any], *, attached: bool = Tru
     return output
 
 
-def _versions(argument: Any) -> list[tuple[int, int]]:
-    """Return which tensors an argument holds, also as attributes of an object, and how often each was written to.
+def _held(argument: Any, stream: Tensor | None) -> list[tuple[Tensor, int]]:
+    """Return the tensors but the stream that an argument holds, also as attributes of an object, and the version of each.
 
-    Tensors that are made in inference mode do not count that.
+    Tensors that are made in inference mode do not count what is written to them.
     """
-    held = list(tensors(argument)) or list(tensors(getattr(argument, "__dict__", None)))
-    return [(id(each), -1 if each.is_inference() else each._version) for each in held]
+    held = list(tensors(argument)) or (
+        [] if isinstance(argument, nn.Module) else list(tensors(getattr(argument, "__dict__", None)))
+    )
+    return [(each, -1 if each is stream or each.is_inference() else each._version) for each in held]
 
 
 def _uncached(argument: Any, h: Tensor) -> Any:

@@ -268,7 +268,7 @@ def trained(
     optimizer = torch.optim.AdamW(learning, lr=rate, weight_decay=0.0)
     with ExitStack() as hooks:
         for weight, mask in masks:
-            hooks.enter_context(weight.register_hook(lambda slope, mask=mask: slope * mask))
+            hooks.enter_context(weight.register_hook(lambda slope, mask=mask: slope * mask.to(slope.dtype)))
         train(network, optimizer, case._replace(loss=loss or case.loss), lambda x, y: None, still=still)
     score = probe_loss(network, case)
     return TrainedNetwork(network, score, sum(map(Tensor.numel, learning)), rate, time.perf_counter() - begin)

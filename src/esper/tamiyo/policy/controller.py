@@ -116,6 +116,10 @@ class Policy:
         self.network.to(device)
         return self
 
+    def normalised(self, observation: Observation) -> Observation:
+        """Return an observation on the scale of the network. A study may show the policy something else by a subclass."""
+        return normalise(observation, self.normaliser, slot_features(self.language.sensors))
+
     def input_weights(self) -> dict[str, float]:
         """Return how strongly the first layer reads each input: the sum of its squared weights / the mean of that over inputs.
 
@@ -150,7 +154,7 @@ class Policy:
 
         Indices into the menu become indices into the vocabulary, where packages come last.
         """
-        inputs = normalise(observation, self.normaliser, slot_features(self.language.sensors))
+        inputs = self.normalised(observation)
         known = {name: i for i, name in enumerate(self.language.blueprints)}
         vocabulary = [known.get(name, -1) for name in menu]
         empty = len(known)
