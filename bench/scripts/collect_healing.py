@@ -85,7 +85,8 @@ FIRST: Mapping[str, int] = {
     "other": OTHER.start,
 }
 """First key of each set. Nothing was chosen by the figures of those after `heldout`; `card` is for shipped controllers.
-`final`, `places` and `other` have hosts and problems of their own."""
+`final`, `places` and `other` have hosts and problems of their own. The cases of `decisions` and `packages` were looked at by
+comparisons that others have replaced, so they are no fresh ones."""
 FIRST_UNKNOWN = {"training": UNKNOWN_KEYS["training"].start, "final": UNKNOWN_KEYS["heldout"].start + 1024}
 """Those of the game; the instances of its page are the first held-out ones."""
 FIRST_BYTES = {

@@ -58,6 +58,8 @@ ARMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "taught": ("imitation, then PPO", TAUGHT),
 }
 """What a kind of training is called, and its settings."""
+TEACHER = {"taught": " + the teacher's"}
+"""What the episodes of a kind of training leave out."""
 HOSTS = 128
 """Training hosts that the instances have; more of them take longer to train than the policy."""
 FRESH = FINAL[16_384:]
@@ -136,7 +138,6 @@ def read_arguments(
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.seeds, arguments.rounds, arguments.instances = 1, 2, 4
-        arguments.taught = min(getattr(arguments, "taught", 0), 1)
     return arguments
 
 
@@ -148,6 +149,8 @@ def main() -> None:
     )
     arguments = read_arguments(__doc__, 5, 60, 96, more)
     torch.set_num_threads(1)
+    if arguments.quick:
+        arguments.taught = min(arguments.taught, 1)
     task, lines = few_hosts(), list[str]()
     folders = {
         arm: [arguments.out / f"{arm}-s{seed}" for seed in range(count)]
@@ -211,16 +214,20 @@ def opponents_table(
         f"|---|---|---|{'---|' * len(mine)}",
     ]
     rows = [
-        (f"{ARMS[arm][0]}, {counted(len(values), 'training')}", episodes[arm], mine[ARMS[arm][0]])
+        (
+            f"{ARMS[arm][0]}, {counted(len(values), 'training')}",
+            f"{episodes[arm]:,}{TEACHER.get(arm, '')}",
+            mine[ARMS[arm][0]],
+        )
         for arm, values in learned.items()
     ]
-    rows += [(stem := Path(name).stem, COST.get(stem, 0), worth[name]) for name in opponents]
+    rows += [(stem := Path(name).stem, f"{COST.get(stem, 0):,}", worth[name]) for name in opponents]
     for name, cost, theirs in rows:
         gains = [
             t_interval((100 * (values - theirs)).tolist()) if values is not theirs else None for values in mine.values()
         ]
         shown = "".join(f" {gain:+.1f} |" if gain else " |" for gain in gains)
-        lines.append(f"| {name} | {cost:,} | {theirs.mean():.3f} |{shown}")
+        lines.append(f"| {name} | {cost} | {theirs.mean():.3f} |{shown}")
     for arm, values in learned.items():
         if len(values) > 1:
             lines += ["", f"{ARMS[arm][0]}, J of each training: {', '.join(f'{each.mean():.3f}' for each in values)}."]

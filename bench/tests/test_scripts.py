@@ -107,7 +107,7 @@ def test_the_study_of_ppo_trains_once_alone_and_after_imitation_and_writes_its_p
     before = (tmp_path / "out" / "ppo-s0" / "curve.json").stat().st_mtime_ns
     page = (tmp_path / "alone.md").read_text()
     assert "| PPO alone, 1 training | 128 |" in page
-    assert "| imitation, then PPO, 1 training | 320 |" in page
+    assert "| imitation, then PPO, 1 training | 320 + the teacher's |" in page
     run("study_heal_ppo.py", "out", cwd=tmp_path)
     assert (tmp_path / "out" / "ppo-s0" / "curve.json").stat().st_mtime_ns == before
     run("study_repair_ppo.py", "repair", "--page", "repair.md", cwd=tmp_path)

@@ -200,7 +200,9 @@ def _read_split(name: str, given: Any, columns: tuple[str, ...] | None, workers:
         )
     features, values = _read(select_columns(given[0], columns, f"the {name} split"), given[1], workers)
     for leaf in leaves(features):
-        check_lengths(f"the {name} split", len(leaf) if leaf.dim() else 0, len(values))
+        if not leaf.dim():
+            raise InputError(f"the {name} split holds an x that is one number; give one row for each example")
+        check_lengths(f"the {name} split", len(leaf), len(values))
     return features, values
 
 
