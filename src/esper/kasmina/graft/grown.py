@@ -330,14 +330,15 @@ def check_tensors(
     What a module adds to its state by `get_extra_state`, and is no tensor, is left to it.
     """
     for name in (*saved, *mine):
-        pair = saved.get(name), mine.get(name)
-        if all(each is not None and not isinstance(each, Tensor) for each in pair):
-            continue
-        shapes = [None if each is None else tuple(each.shape) for each in pair]
-        kinds = [None if each is None else each.dtype for each in pair]
-        theirs, own = shapes if shapes[0] != shapes[1] or not dtypes else kinds
-        if theirs != own:
-            raise InputError(f"{source} has {name!r} as {theirs}, where {target} has {own}; {mend}")
+        theirs, own = saved.get(name), mine.get(name)
+        if theirs is None or own is None:
+            without, other = (source, target) if theirs is None else (target, source)
+            raise InputError(f"{without} has no {name!r}, which {other} has; {mend}")
+        if isinstance(theirs, Tensor) or isinstance(own, Tensor):
+            shapes, kinds = (tuple(theirs.shape), tuple(own.shape)), (theirs.dtype, own.dtype)
+            first, second = shapes if shapes[0] != shapes[1] or not dtypes else kinds
+            if first != second:
+                raise InputError(f"{source} has {name!r} as {first}, where {target} has {second}; {mend}")
 
 
 # Frozen networks.
