@@ -311,6 +311,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, metavar="R", help="rounds of 64 episodes of PPO (20)")
     parser.add_argument("--searched", type=int, default=64, metavar="I", help="training instances of each search (64)")
     parser.add_argument("--instances", type=int, default=64, metavar="I", help="fresh instances (64)")
+    parser.add_argument("--first", type=int, default=0, metavar="I", help="number of the first fresh instance (0)")
     parser.add_argument(
         "--quick", action="store_true", help="one training of two rounds and few instances, to see that all runs"
     )
@@ -355,7 +356,7 @@ def main() -> None:
         lines += ["", f"{NAMES[arm]}:", "", *curve_table(curves)]
         episodes[arm] = int(curves[0, -1, 0])
     if not asked.search_only:
-        fresh = np.array(TASK.keys("heldout")[: asked.instances])
+        fresh = np.array(TASK.keys("heldout")[asked.first :][: asked.instances])
         place = out / "fresh"
         worth = {
             FIXED: kept(place / "fixed.npz", partial(as_it_is, PLANS[order[0]]), fresh).test,
@@ -391,10 +392,9 @@ def main() -> None:
         lines += ["", *table(worth, trainings, episodes), *groups(worth, fresh)]
     print("\n".join(lines))
     if asked.page:
-        command = (
-            f"    python bench/scripts/study_growing_game.py OUT --trainings {asked.trainings} --taught {asked.taught}"
-        )
-        command += " --no-oracle" * asked.no_oracle
+        numbers = ("trainings", "taught", "rounds", "searched", "instances", "first")
+        command = "    python bench/scripts/study_growing_game.py OUT "
+        command += " ".join(f"--{name} {getattr(asked, name)}" for name in numbers) + " --no-oracle" * asked.no_oracle
         asked.page.write_text("\n".join(["# The game of growth", "", command, "", *lines]) + "\n", encoding="utf-8")
 
 
