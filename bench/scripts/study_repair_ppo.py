@@ -1,7 +1,7 @@
 """Measure what PPO alone, without a teacher, reaches on `repair` in an hour, by episodes and by seconds.
 
     python bench/scripts/study_repair_ppo.py OUT --seeds 1 --rounds 400 --page FILE
-    python bench/scripts/study_repair_ppo.py OUT --seeds 2 --rounds 80 --full-menu
+    python bench/scripts/study_repair_ppo.py OUT --seeds 5 --rounds 80 --full-menu
 
 Hosts of `repair` are damaged before they are trained, and seeds grow while they train. A training draws new instances in every
 round and validates on 96 instances every ten rounds; the best of these controllers is evaluated on fresh instances beside the
