@@ -107,11 +107,11 @@ def search_budget(controllers: Sequence[Contender], asked: int | None) -> Budget
     return Budget(EPISODES, f"the default{said}", False)
 
 
-def check_apart(controllers: Sequence[Contender], opponents: Sequence[Contender]) -> None:
-    """Raise InputError if a controller has the name of an opponent and is another one."""
+def check_apart(controllers: Sequence[Contender], opponents: Sequence[Contender], others: Sequence[str]) -> None:
+    """Raise InputError if a controller has the name of an opponent and is another one. others: names of no controllers."""
     settings = {each.name: each.settings for each in opponents}
     for controller in controllers:
-        if settings.get(controller.name, controller.settings) != controller.settings:
+        if controller.name in others or settings.get(controller.name, controller.settings) != controller.settings:
             raise InputError(f"a controller has the name of the opponent {controller.name!r}; give it another name")
 
 

@@ -14,7 +14,7 @@ from esper.leyline.data.task import AnyTask, Mixture
 from esper.leyline.lifecycle.view import Floats
 from esper.leyline.text import counted, rounded
 from esper.runs.evaluation.contenders import RULES, Contender, named
-from esper.runs.evaluation.evaluation import Arrays, Design, Entry, Participation, Rivals, Runner
+from esper.runs.evaluation.evaluation import Arrays, Design, Entry, Rivals, Runner
 from esper.runs.evaluation.record import Record, RecordedFigures
 from esper_bench.controllers.plans import NONE, UNIFORM, Placed
 from esper_bench.evaluation.declared import FITTED, ORACLE, SEARCHED, Opponents, opponents_of
@@ -58,65 +58,56 @@ class Opposition(Rivals):
         self.taught: list[bool] = []
         self.budget: Budget
 
-    def names(self, tasks: Sequence[AnyTask]) -> Sequence[str]:
-        """Return the names of opponents that are no controllers."""
-        return (
-            SEARCHED,
-            ORACLE,
-            FITTED,
-            *dict.fromkeys(name for each in self._declared(tasks) for name in each.references),
-        )
-
     def enter(
         self, designs: Sequence[Design], controllers: Sequence[Contender], settings: Sequence[Any]
-    ) -> Participation:
-        """Decide who takes part in each task. Raises InputError where a contender cannot."""
+    ) -> Sequence[int]:
+        """Decide who takes part in each task, and count those who grow. Raises InputError where a contender cannot."""
         tasks = [design.task for design in designs]
-        declared = self._declared(tasks)
+        declared = [self.declared.get(task.name) or opponents_of(task.name) for task in tasks]
         check_opponents(self.wanted, tasks, declared, len(designs[0].seeds))
         self.controllers, self.budget = controllers, search_budget(controllers, self.search_episodes)
         for design, own in zip(designs, declared, strict=True):
             entered = enter(design.task, own, self.wanted, settings, len(design.seeds), self.budget)
-            check_apart(controllers, entered.rules)
+            check_apart(controllers, entered.rules, (SEARCHED, ORACLE, FITTED, *own.references))
             for contender in entered.rules:
                 design.check(contender)
             self.entered.append(entered)
             self.taught.append("drift" in own.rules)
             self.elsewhere.append({name: reference.task() for name, reference in entered.references.items()})
         episodes, reason = self.budget.episodes, self.budget.reason
-        searches, counts, lines = 0, [], [f"{episodes:,} episodes for each search: {reason}"]
+        searches, counts, lines = 0, list[int](), [f"{episodes:,} episodes for each search: {reason}"]
         for entered in self.entered:
             searched = [each for each in entered.references.values() if each.controller == SEARCHED]
             searches += 1 + entered.fitted + len(searched)
             fresh = [plan for plan in entered.plans if plan.name not in _ALIKE]  # of the oracle
             counts.append(1 + len(entered.rules) + entered.fitted + len(entered.references) + len(fresh))
             lines += [f"{name} takes no part: {reason}" for name, reason in entered.absent.items()]
-        references = [
+        self.references = [
             (task, entered.references[name].task)
             for entered, own in zip(self.entered, self.elsewhere, strict=True)
             for name, task in own.items()
         ]
         line = f"search budget of each opponent: {counted(episodes, 'episode')}, {self.budget.reason}"
-        summary = {
+        self.summary = {
             FIELD: SUITE,
             "search_budget": {"episodes": episodes, "reason": self.budget.reason},
             "lines": [line],
         }
-        return Participation(counts, episodes * searches, references, lines, summary)
+        self.searched, self.lines = episodes * searches, lines
+        return counts
 
     def grow(self, at: int, design: Design, runner: Runner) -> Entry:
         """Search for the best fixed plan, and return it with the opponents of a task."""
         entered = self.entered[at]
         found = self._search(design, runner)
-        opponents = list(entered.rules)
+        opponents = [(design, rule) for rule in entered.rules]
         if entered.fitted:
-            opponents.append(fitted_tree(design, runner, self.budget, taught=self.taught[at]))
-        elsewhere = []
+            opponents.append((design, fitted_tree(design, runner, self.budget, taught=self.taught[at])))
         for name, reference in entered.references.items():
             own = replace(design, task=self.elsewhere[at][name])
             searched = reference.controller == SEARCHED
             contender = self._search(own, runner).contender if searched else named(reference.controller)
-            elsewhere.append((own, contender._replace(name=name)))
+            opponents.append((own, contender._replace(name=name)))
         takes_part = {*RULES, *(each.name for each in (*self.controllers, *entered.rules))}
         alike = {name: own for name, own in _ALIKE.items() if own in takes_part}
         chosen_from = [alike.get(plan.name, f"plan {plan.name}") for plan in entered.plans]
@@ -124,15 +115,11 @@ class Opposition(Rivals):
         return Entry(
             rules=[found.contender],
             opponents=opponents,
-            elsewhere=elsewhere,
             plans=[plan.contender(f"plan {plan.name}") for plan in entered.plans if plan.name not in alike],
             best_of=(ORACLE, partial(oracle, design.task, chosen_from)) if entered.plans else None,
             absent=entered.absent,
             facts=_facts(found, entered),
         )
-
-    def _declared(self, tasks: Sequence[AnyTask]) -> list[Opponents]:
-        return [self.declared.get(task.name) or opponents_of(task.name) for task in tasks]
 
     def _search(self, design: Design, runner: Runner) -> Found:
         """Search for the best fixed plan of the task of a design."""

@@ -184,10 +184,6 @@ class Runner:
         return {"workers": self.pool.summary()}
 
 
-References = Sequence[tuple[AnyTask, Callable[[], AnyTask]]]
-"""The tasks of references, each with the function that makes it."""
-
-
 @dataclass(frozen=True)
 class Design:
     """Holds the task, instances, seeds and settings that contenders share, and names their populations.
@@ -356,9 +352,8 @@ class Entry(NamedTuple):
     """Holds what rivals add to the contenders of one task."""
 
     rules: Sequence[Contender] = ()  # compared with every controller, as the rules are
-    opponents: Sequence[Contender] = ()  # grown on the task itself
-    # contenders on tasks of their own, which grow the same instances, each with its design
-    elsewhere: Sequence[tuple[Design, Contender]] = ()
+    # each with its design; those on tasks of their own grow the same instances
+    opponents: Sequence[tuple[Design, Contender]] = ()
     plans: Sequence[Contender] = ()  # grown for `best_of` alone
     # name of an opponent, and what makes its figures (N, R) from those of all that was grown, by name
     best_of: tuple[str, Callable[[Mapping[str, Arrays]], Arrays]] | None = None
@@ -366,30 +361,24 @@ class Entry(NamedTuple):
     facts: Mapping[str, Any] = {}  # what the record of the task says; its entry "lines" is printed below the tables
 
 
-class Participation(NamedTuple):
-    """Holds what rivals have decided before anything is grown."""
+class Rivals:
+    """Adds contenders to an evaluation; a package may pass such an object as `rivals`. This class adds none.
 
-    counts: Sequence[int]  # contenders that grow networks, by task
-    searched: int = 0  # networks that are grown to choose contenders, on all tasks
-    references: References = ()  # the tasks that contenders have for themselves, each with the function that makes it
+    All but `headroom` is known once they have rivals.
+    """
+
+    headroom: tuple[str, str] | None = None  # the contenders whose difference is 100 % in the column "headroom"
+    searched = 0  # networks that are grown to choose contenders, on all tasks
+    # tasks that contenders have for themselves, each with the function that makes it
+    references: Sequence[tuple[AnyTask, Callable[[], AnyTask]]] = ()
     lines: Sequence[str] = ()  # printed before anything is grown
     summary: Mapping[str, Any] = {}  # what the record says about them on all tasks
 
-
-class Rivals:
-    """Adds contenders to an evaluation; a package may pass such an object as `rivals`. This class adds none."""
-
-    headroom: tuple[str, str] | None = None  # the contenders whose difference is 100 % in the column "headroom"
-
-    def names(self, tasks: Sequence[AnyTask]) -> Sequence[str]:
-        """Return names that no controller may have."""
-        return ()
-
     def enter(
         self, designs: Sequence[Design], controllers: Sequence[Contender], settings: Sequence[Any]
-    ) -> Participation:
-        """Decide who takes part in each task. Raises InputError where a contender cannot."""
-        return Participation([0] * len(designs))
+    ) -> Sequence[int]:
+        """Decide who takes part; return by task how many of them grow networks. Raises InputError where a contender cannot."""
+        return [0] * len(designs)
 
     def grow(self, at: int, design: Design, runner: Runner) -> Entry:
         """Return the contenders of task `at`, whose searches may let the runner grow networks."""
@@ -423,11 +412,11 @@ def run_evaluation(
     rules = [named(name) for name in RULES]
     again = [(rule.name, rule.settings) for rule in rules]
     ours = [controller for controller in controllers if (controller.name, controller.settings) not in again]
-    names, reserved = [contender.name for contender in (*rules, *ours)], (*rivals.names(tasks), *BASELINES)
-    if len(set(names)) < len(names) or set(reserved) & set(names):
+    names = [contender.name for contender in (*rules, *ours)]
+    if len({*names, *BASELINES}) < len(names) + len(BASELINES):
         raise InputError(
             f"the controllers are {', '.join(names)}; give each a name of its own, and none of "
-            f"{', '.join(map(repr, reserved))}"
+            f"{', '.join(map(repr, BASELINES))}"
         )
     try:
         static = [name for name in baseline_names(list(baselines)) if name != BASELINES[0]]
@@ -437,10 +426,10 @@ def run_evaluation(
         given = ", ".join(task.name for task in tasks) or "none"
         raise InputError(f"the tasks of the evaluation are {given}; give one or more, each once")
     designs = [Design(task, settings, seeds, part, first, instances) for task in tasks]
-    entered = rivals.enter(designs, ours, settings)
+    counts = rivals.enter(designs, ours, settings)
     for design, contender in itertools.product(designs, (*rules, *ours)):
         design.check(contender)
-    grown = [len(rules) + len(ours) + count for count in entered.counts]  # contenders
+    grown = [len(rules) + len(ours) + count for count in counts]  # contenders
     most = max(len(list(each.populations(rules[0]))) * own for each, own in zip(designs, grown, strict=True))
     if workers.any and workers.size > most:
         raise InputError(
@@ -448,7 +437,7 @@ def run_evaluation(
             f"{most} or fewer, or more instances or seeds"
         )
     goes_on = "what was grown is stored where there is a folder, and the same command goes on from it"
-    every = [*((task, workers.maker(task.name)) for task in tasks), *entered.references]
+    every = [*((task, workers.maker(task.name)) for task in tasks), *rivals.references]
     interrupt, begun = Interrupt(), not workers.any
     with ExitStack() as stack:
         try:
@@ -478,13 +467,13 @@ def run_evaluation(
                 with system_in_words(f"cannot keep figures in {folder}", "name another folder"):
                     folder.mkdir(parents=True, exist_ok=True)
             networks = (sum(grown) + len(static) * len(tasks)) * instances * seeds
-            more = f", and {entered.searched:,} in searches on training instances" if entered.searched else ""
+            more = f", and {rivals.searched:,} in searches on training instances" if rivals.searched else ""
             shown = (
                 f"{counted(networks, 'network')} to grow on {counted(len(tasks), 'task')}, with static networks{more}"
             )
-            for line in (shown, *entered.lines):
+            for line in (shown, *rivals.lines):
                 watch(line)
-            runner.pace = Pace(networks + entered.searched, "networks", watch)
+            runner.pace = Pace(networks + rivals.searched, "networks", watch)
             sized_by = ours[0].name if ours else RULES[2]
             evaluations, facts = [], []
             for at, design in enumerate(designs):
@@ -508,7 +497,7 @@ def run_evaluation(
         "part": part,
         "first_instance": first,
         "settings": [dict(layer) for layer in settings],
-        **entered.summary,
+        **rivals.summary,
         "environment": describe_environment(resolve_device(config.device), config),
         **findings(evaluations, static, rows, rivals.headroom, facts),
         **waited,
@@ -526,7 +515,7 @@ def compared(
 ) -> Evaluation:
     """Return the figures of contenders, the first `rules` of them before the rivals, and of static networks."""
     task, absent, names = design.task, dict(entry.absent), [each.name for each in contenders]
-    asked = [(design, each) for each in (*entry.opponents, *contenders, *entry.plans)] + [*entry.elsewhere]
+    asked = [*entry.opponents, *((design, each) for each in (*contenders, *entry.plans))]
     asked = list({each.name: (own, each) for own, each in asked}.values())  # a controller may be an opponent
     parts = [own.parts(contender) for own, contender in asked]  # the populations of all are played together
     made = iter(runner.play([*itertools.chain(*parts)]))
@@ -534,7 +523,7 @@ def compared(
         contender.name: design.joined([*itertools.islice(made, len(of))])
         for (_, contender), of in zip(asked, parts, strict=True)
     }
-    against = [each.name for each in entry.opponents] + [each.name for _, each in entry.elsewhere]
+    against = [each.name for _, each in entry.opponents]
     if entry.best_of is not None:
         name, choose = entry.best_of
         every[name] = choose(every)
