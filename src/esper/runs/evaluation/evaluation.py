@@ -248,36 +248,37 @@ class Design:
         whole = config.early_stopping.model_copy(update={"patience": config.steps})
         return config.model_copy(update={"early_stopping": whole})
 
-    def populations(self, contender: Contender) -> Iterator[tuple[int, int, Config]]:
-        """Yield every population of a contender: the index of its seed, its first instance, and its config."""
-        for (at, seed), start in itertools.product(enumerate(self.seeds), range(0, self.instances, self.rows)):
-            yield at, start, self.config(contender, seed, start, min(self.rows, self.instances - start))
+    def populations(self, contender: Contender) -> list[Config]:
+        """Return the config of every population of a contender, by seed and first instance."""
+        starts = range(0, self.instances, self.rows)
+        return [
+            self.config(contender, seed, start, min(self.rows, self.instances - start))
+            for seed, start in itertools.product(self.seeds, starts)
+        ]
 
     def parts(self, contender: Contender) -> list[EvaluationPart]:
-        """Return every population of a contender, by seed and first instance."""
+        """Return every population of a contender."""
         who, compute = [contender.name, contender.content], partial(_figures, contender)
-        return [self.part_of(who, config, compute, start) for _, start, config in self.populations(contender)]
+        return [self.part_of(who, config, compute) for config in self.populations(contender)]
 
-    def part_of(
-        self, who: Sequence[str], config: Config, compute: Callable[..., Arrays | Absent], start: int
-    ) -> EvaluationPart:
-        """Return the part that computes the figures (E,) of a population, from the instance `start` on."""
-        done = f"{start + config.envs} of {counted(self.instances, 'instance')}"
+    def part_of(self, who: Sequence[str], config: Config, compute: Callable[..., Arrays | Absent]) -> EvaluationPart:
+        """Return the part that computes the figures (E,) of a population."""
+        done = f"{config.first_instance - self.first + config.envs} of {counted(self.instances, 'instance')}"
         said = f"{self.task.name}: {who[0]}, seed {config.seed}, {done}"
         return EvaluationPart(self.task, who, config, RecordedFigures._fields, compute, said)
 
     def train(
-        self, runner: Runner, names: Sequence[str], sizer: Contender, grown: Arrays
+        self, runner: Runner, names: Sequence[str], sizer: Contender, grown: Sequence[Arrays]
     ) -> dict[str, Arrays | Absent]:
         """Train the static networks of names for every population that `sizer` grew; Absent are those that the task lacks."""
-        populations, parts = list(self.populations(sizer)), []
-        for name, (at, start, config) in itertools.product(names, populations):
-            own = {key: each[start : start + config.envs, at] for key, each in grown.items()}
-            who = [name, sizer.name, sizer.content]
-            parts.append(self.part_of(who, config, partial(_trained, name, own), start))
+        parts = [
+            self.part_of([name, sizer.name, sizer.content], config, partial(_trained, name, own))
+            for name in names
+            for config, own in zip(self.populations(sizer), grown, strict=True)
+        ]
         made, found = iter(runner.play(parts)), dict[str, Arrays | Absent]()
         for name in names:
-            trained = list(itertools.islice(made, len(populations)))
+            trained = list(itertools.islice(made, len(grown)))
             absent = next((each for each in trained if isinstance(each, Absent)), None)
             if absent is not None:
                 runner.watch(f"{self.task.name}: {name} is absent: {absent.reason}")
@@ -364,7 +365,7 @@ class Entry(NamedTuple):
 class Rivals:
     """Adds contenders to an evaluation; a package may pass such an object as `rivals`. This class adds none.
 
-    All but `headroom` is known once they have rivals.
+    All but `headroom` is known once they have entered.
     """
 
     headroom: tuple[str, str] | None = None  # the contenders whose difference is 100 % in the column "headroom"
@@ -391,7 +392,6 @@ def run_evaluation(
     *,
     instances: int = 200,
     seeds: int = 3,
-    part: str = "heldout",
     first: int = 0,
     settings: Sequence[Mapping[str, Any]] = (),
     baselines: Sequence[str] = BASELINES,
@@ -425,12 +425,12 @@ def run_evaluation(
     if len({task.name for task in tasks}) < len(tasks) or not tasks:
         given = ", ".join(task.name for task in tasks) or "none"
         raise InputError(f"the tasks of the evaluation are {given}; give one or more, each once")
-    designs = [Design(task, settings, seeds, part, first, instances) for task in tasks]
+    designs = [Design(task, settings, seeds, "heldout", first, instances) for task in tasks]
     counts = rivals.enter(designs, ours, settings)
     for design, contender in itertools.product(designs, (*rules, *ours)):
         design.check(contender)
     grown = [len(rules) + len(ours) + count for count in counts]  # contenders
-    most = max(len(list(each.populations(rules[0]))) * own for each, own in zip(designs, grown, strict=True))
+    most = max(len(each.populations(rules[0])) * own for each, own in zip(designs, grown, strict=True))
     if workers.any and workers.size > most:
         raise InputError(
             f"workers is {workers.size}, but the evaluation has {counted(most, 'population')} to grow, each by one worker; give "
@@ -494,7 +494,7 @@ def run_evaluation(
         "named": list(dict.fromkeys(rows)),
         "instances": instances,
         "seeds": list(evaluations[0].seeds),
-        "part": part,
+        "part": designs[0].part,
         "first_instance": first,
         "settings": [dict(layer) for layer in settings],
         **rivals.summary,
@@ -519,10 +519,10 @@ def compared(
     asked = list({each.name: (own, each) for own, each in asked}.values())  # a controller may be an opponent
     parts = [own.parts(contender) for own, contender in asked]  # the populations of all are played together
     made = iter(runner.play([*itertools.chain(*parts)]))
-    every = {
-        contender.name: design.joined([*itertools.islice(made, len(of))])
-        for (_, contender), of in zip(asked, parts, strict=True)
+    grown: dict[str, list[Any]] = {
+        contender.name: [*itertools.islice(made, len(of))] for (_, contender), of in zip(asked, parts, strict=True)
     }
+    every = {name: design.joined(own) for name, own in grown.items()}
     against = [each.name for _, each in entry.opponents]
     if entry.best_of is not None:
         name, choose = entry.best_of
@@ -531,7 +531,7 @@ def compared(
     runs = {name: every[name] for name in (*names[:rules], *against, *names[rules:])}
     if static:
         sizer = next(contender for contender in contenders if contender.name == sized_by)
-        trained = design.train(runner, static, sizer, runs[sizer.name])
+        trained = design.train(runner, static, sizer, grown[sizer.name])
         absent |= {name: each.reason for name, each in trained.items() if isinstance(each, Absent)}
         runs |= {name: each for name, each in trained.items() if not isinstance(each, Absent)}
     groups = {each.group: tuple(own.name for own in contenders if own.group == each.group) for each in contenders}
