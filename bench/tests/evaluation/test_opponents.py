@@ -9,7 +9,7 @@ from esper.leyline.config.tree import build_config
 from esper.leyline.errors import InputError
 from esper.runs.evaluation.contenders import Contender, named, trainings
 from esper.runs.evaluation.evaluation import Design, Runner, run_evaluation
-from esper.runs.evaluation.statistics import interval, mean, mean_difference, share_of_headroom
+from esper.runs.evaluation.statistics import interval, mean, mean_difference
 from esper.store.files import to_json
 from esper.tamiyo.rules.baselines import Never
 from esper.tasks.catalog import get_task
@@ -20,7 +20,7 @@ from esper_bench.evaluation.declared import FITTED, ORACLE, SEARCHED, Opponents,
 from esper_bench.evaluation.opponents import check_opponents, enter, fitted_tree, search_budget
 from esper_bench.evaluation.plan_menu import space_of
 from esper_bench.evaluation.plan_search import EPISODES
-from esper_bench.evaluation.rivals import Opposition, best_by_others
+from esper_bench.evaluation.rivals import Opposition, best_by_others, share_of_headroom
 from populations import blobs
 
 SHORT = {

@@ -15,7 +15,8 @@ from esper.leyline.lifecycle.view import Floats
 from esper.leyline.text import counted, rounded
 from esper.runs.evaluation.contenders import RULES, Contender, named
 from esper.runs.evaluation.evaluation import Arrays, Design, Entry, Rivals, Runner
-from esper.runs.evaluation.record import Record, RecordedFigures
+from esper.runs.evaluation.record import Evaluation, Record, RecordedFigures, estimate
+from esper.runs.evaluation.statistics import Tasks, mean_difference
 from esper_bench.controllers.plans import NONE, UNIFORM, Placed
 from esper_bench.evaluation.declared import FITTED, ORACLE, SEARCHED, Opponents, opponents_of
 from esper_bench.evaluation.opponents import (
@@ -43,8 +44,6 @@ class Opposition(Rivals):
     own.
     """
 
-    headroom = (SEARCHED, ORACLE)
-
     def __init__(
         self,
         names: Sequence[str] | None = None,
@@ -56,6 +55,7 @@ class Opposition(Rivals):
         self.entered: list[Entered] = []
         self.elsewhere: list[dict[str, AnyTask]] = []
         self.taught: list[bool] = []
+        self.facts: list[Record] = []  # of the tasks that were searched
         self.budget: Budget
 
     def enter(
@@ -87,12 +87,6 @@ class Opposition(Rivals):
             for entered, own in zip(self.entered, self.elsewhere, strict=True)
             for name, task in own.items()
         ]
-        line = f"search budget of each opponent: {counted(episodes, 'episode')}, {self.budget.reason}"
-        self.summary = {
-            FIELD: SUITE,
-            "search_budget": {"episodes": episodes, "reason": self.budget.reason},
-            "lines": [line],
-        }
         self.searched, self.lines = episodes * searches, lines
         return counts
 
@@ -100,6 +94,7 @@ class Opposition(Rivals):
         """Search for the best fixed plan, and return it with the opponents of a task."""
         entered = self.entered[at]
         found = self._search(design, runner)
+        self.facts.append(_facts(found, entered))
         opponents = [(design, rule) for rule in entered.rules]
         if entered.fitted:
             opponents.append((design, fitted_tree(design, runner, self.budget, taught=self.taught[at])))
@@ -118,8 +113,18 @@ class Opposition(Rivals):
             plans=[plan.contender(f"plan {plan.name}") for plan in entered.plans if plan.name not in alike],
             best_of=(ORACLE, partial(oracle, design.task, chosen_from)) if entered.plans else None,
             absent=entered.absent,
-            facts=_facts(found, entered),
         )
+
+    def complete(self, record: Record, evaluations: Sequence[Evaluation]) -> None:
+        """Add the search budget, what was found on each task, and shares of the headroom."""
+        budget = {"episodes": self.budget.episodes, "reason": self.budget.reason}
+        line = f"search budget of each opponent: {counted(self.budget.episodes, 'episode')}, {self.budget.reason}"
+        record |= {FIELD: SUITE, "search_budget": budget, "lines": [line]}
+        for task, evaluation, facts in zip(record["tasks"], evaluations, self.facts, strict=True):
+            task |= facts
+            _add_headroom(task, [evaluation])
+        if record["together"] is not None:
+            _add_headroom(record["together"], evaluations)
 
     def _search(self, design: Design, runner: Runner) -> Found:
         """Search for the best fixed plan of the task of a design."""
@@ -167,6 +172,22 @@ def best_by_others(scores: Floats) -> NDArray[np.int64]:
     assert scores.shape[2] > 1, "the choice for a run is made by others"
     others = np.stack([np.delete(scores, run, 2).mean(2) for run in range(scores.shape[2])], 2)
     return np.asarray(np.nan_to_num(others, nan=-np.inf).argmax(0))
+
+
+def _add_headroom(estimates: Record, evaluations: Sequence[Evaluation]) -> None:
+    """Add to each row how much of the headroom it has; None where the oracle takes no part."""
+    rows = estimates["controllers"]
+    spanned = {SEARCHED, ORACLE} <= {row["name"] for row in rows}
+    for row in rows:
+        names = row["name"], SEARCHED, ORACLE
+        share = estimate(evaluations, share_of_headroom, "objective", *names) if spanned else None
+        row["share_of_headroom"] = share
+
+
+def share_of_headroom(ours: Tasks, base: Tasks, ceiling: Tasks) -> Floats:
+    """Compute (...) mean(ours - base) / mean(ceiling - base): 0 at the base, 1 at the ceiling; nan if that is not above."""
+    room = mean_difference(ceiling, base)
+    return np.where(room > 0, mean_difference(ours, base) / np.where(room > 0, room, 1), np.nan)
 
 
 def _facts(found: Found, entered: Entered) -> Record:

@@ -359,21 +359,16 @@ class Entry(NamedTuple):
     # name of an opponent, and what makes its figures (N, R) from those of all that was grown, by name
     best_of: tuple[str, Callable[[Mapping[str, Arrays]], Arrays]] | None = None
     absent: Mapping[str, str] = {}  # names of those that take no part, with the reasons
-    facts: Mapping[str, Any] = {}  # what the record of the task says; its entry "lines" is printed below the tables
 
 
 class Rivals:
-    """Adds contenders to an evaluation; a package may pass such an object as `rivals`. This class adds none.
+    """Adds contenders to an evaluation; a package may pass such an object as `rivals`. This class adds none."""
 
-    All but `headroom` is known once they have entered.
-    """
-
-    headroom: tuple[str, str] | None = None  # the contenders whose difference is 100 % in the column "headroom"
+    # known once they have entered
     searched = 0  # networks that are grown to choose contenders, on all tasks
     # tasks that contenders have for themselves, each with the function that makes it
     references: Sequence[tuple[AnyTask, Callable[[], AnyTask]]] = ()
     lines: Sequence[str] = ()  # printed before anything is grown
-    summary: Mapping[str, Any] = {}  # what the record says about them on all tasks
 
     def enter(
         self, designs: Sequence[Design], controllers: Sequence[Contender], settings: Sequence[Any]
@@ -384,6 +379,9 @@ class Rivals:
     def grow(self, at: int, design: Design, runner: Runner) -> Entry:
         """Return the contenders of task `at`, whose searches may let the runner grow networks."""
         return Entry()
+
+    def complete(self, record: Record, evaluations: Sequence[Evaluation]) -> None:
+        """Add to the record what is known of them; "lines" of it and of its tasks are printed below the tables."""
 
 
 def run_evaluation(
@@ -475,14 +473,13 @@ def run_evaluation(
                 watch(line)
             runner.pace = Pace(networks + rivals.searched, "networks", watch)
             sized_by = ours[0].name if ours else RULES[2]
-            evaluations, facts = [], []
+            evaluations = list[Evaluation]()
             for at, design in enumerate(designs):
                 entry = rivals.grow(at, design, runner)
                 contenders = [*rules, *entry.rules, *ours]
                 evaluations.append(
                     compared(design, runner, contenders, len(contenders) - len(ours), entry, static, sized_by)
                 )
-                facts.append(entry.facts)
             waited = runner.summary()
         except (KeyboardInterrupt, Stop):
             said = f"interrupted{'' if begun else ' while the workers were started'}; {goes_on}"
@@ -490,18 +487,19 @@ def run_evaluation(
             raise KeyboardInterrupt(said) from None
     rows = [contender.group or contender.name for contender in controllers]
     config = build_config(tasks[0].defaults, *settings)
-    return {
+    record = {
         "named": list(dict.fromkeys(rows)),
         "instances": instances,
         "seeds": list(evaluations[0].seeds),
         "part": designs[0].part,
         "first_instance": first,
         "settings": [dict(layer) for layer in settings],
-        **rivals.summary,
         "environment": describe_environment(resolve_device(config.device), config),
-        **findings(evaluations, static, rows, rivals.headroom, facts),
+        **findings(evaluations, static, rows),
         **waited,
     }
+    rivals.complete(record, evaluations)
+    return record
 
 
 def compared(

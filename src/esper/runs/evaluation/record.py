@@ -1,6 +1,7 @@
 """Record an evaluation: figures with intervals. C contenders, N instances, R runs of each."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -61,20 +62,13 @@ class Evaluation(NamedTuple):
         return np.concatenate([self.problems(all_of[self.contenders.index(member)]) for member in members], 1)
 
 
-def findings(
-    evaluations: Sequence[Evaluation],
-    static: Sequence[str],
-    named: Sequence[str] = (),
-    headroom: tuple[str, str] | None = None,
-    facts: Sequence[Mapping[str, Any]] = (),
-) -> Record:
+def findings(evaluations: Sequence[Evaluation], static: Sequence[str], named: Sequence[str] = ()) -> Record:
     """Return the results on every task, and on all tasks together if they have the same metric.
 
     named: the rows that are compared with every opponent; all others are compared with the rules and the static networks.
-    headroom: the two contenders whose difference counts as 1 in `share_of_headroom`. facts: further entries, by task.
     """
     alike, tasks = len({evaluation.metric for evaluation in evaluations}) == 1, []
-    for evaluation, own in zip(evaluations, facts or [{}] * len(evaluations), strict=True):
+    for evaluation in evaluations:
         problems, runs = evaluation.problems(evaluation.figures.objective[0]).shape
         task = {
             "task": evaluation.task,
@@ -85,7 +79,7 @@ def findings(
             "absent": dict(evaluation.absent),
             "opponents": list(evaluation.opponents),
             "groups": {name: list(members) for name, members in evaluation.groups.items()},
-            **_estimates([evaluation], named, headroom),
+            **_estimates([evaluation], named),
             "instance_keys": evaluation.instances.tolist(),
             "runs": {
                 contender: {
@@ -95,7 +89,7 @@ def findings(
                 for index, contender in enumerate(evaluation.contenders)
             },
         }
-        tasks.append(task | dict(own))
+        tasks.append(task)
     return {
         "confidence": statistics.CONFIDENCE,
         "draws": statistics.DRAWS,
@@ -103,27 +97,29 @@ def findings(
         "baselines": list(static),
         "sized_by": evaluations[0].sized_by,
         "tasks": tasks,
-        "together": _estimates(evaluations, named, headroom) if alike and len(evaluations) > 1 else None,
+        "together": _estimates(evaluations, named) if alike and len(evaluations) > 1 else None,
     }
 
 
-def _estimates(evaluations: Sequence[Evaluation], named: Sequence[str], headroom: tuple[str, str] | None) -> Record:
+def estimate(
+    evaluations: Sequence[Evaluation], statistic: Callable[..., Floats], figure: str, *names: str
+) -> dict[str, float | None]:
+    """Return a statistic of a figure of rows, over one task or several, with its interval."""
+    repeats = {name: len(evaluations[0].groups.get(name, (name,))) for name in names}
+    most = max(repeats.values())
+    assert set(repeats.values()) <= {1, most}, "trainings of two controllers are not paired"
+    tasks: list[statistics.Tasks] = [
+        [np.tile(each.scores(name, figure), (1, most // repeats[name])) for each in evaluations] for name in names
+    ]
+    found = statistics.interval(statistic, *tasks, trainings=most)
+    return {name: _number(value) for name, value in found._asdict().items()}
+
+
+def _estimates(evaluations: Sequence[Evaluation], named: Sequence[str]) -> Record:
     """Return estimates for every row, and for every row compared with rules, over one task or several."""
-    first = evaluations[0]
+    first, of = evaluations[0], partial(estimate, evaluations)
     rows = [name for name in first.rows if all(name in each.rows for each in evaluations)]
     rules, shown = first.rules, (*first.rules, *first.static)
-    spanned = headroom if headroom is not None and set(headroom) <= set(rows) else None
-
-    def estimate(statistic: Callable[..., Floats], figure: str, *names: str) -> Record:
-        repeats = {name: len(first.groups.get(name, (name,))) for name in names}
-        most = max(repeats.values())
-        assert set(repeats.values()) <= {1, most}, "trainings of two controllers are not paired"
-        tasks: list[statistics.Tasks] = [
-            [np.tile(each.scores(name, figure), (1, most // repeats[name])) for each in evaluations] for name in names
-        ]
-        found = statistics.interval(statistic, *tasks, trainings=most)
-        return {name: _number(value) for name, value in found._asdict().items()}
-
     controllers = [
         {
             "name": name,
@@ -132,14 +128,11 @@ def _estimates(evaluations: Sequence[Evaluation], named: Sequence[str], headroom
             "opponent": name in first.opponents,
             "trainings": len(first.groups.get(name, (name,))),
             "episodes": first.episodes.get(name),
-            "objective": estimate(statistics.mean, "objective", name),
-            "objective_iqm": estimate(statistics.interquartile_mean, "objective", name),
-            "share_of_headroom": None
-            if spanned is None
-            else estimate(statistics.share_of_headroom, "objective", name, *spanned),
-            "metric": estimate(statistics.mean, "metric", name),
-            "added_params": estimate(statistics.mean, "added_params", name),
-            "kept": estimate(statistics.mean, "kept", name),
+            "objective": of(statistics.mean, "objective", name),
+            "objective_iqm": of(statistics.interquartile_mean, "objective", name),
+            "metric": of(statistics.mean, "metric", name),
+            "added_params": of(statistics.mean, "added_params", name),
+            "kept": of(statistics.mean, "kept", name),
             "seconds": round(float(sum(each.scores(name, "seconds").sum() for each in evaluations)), 3),
         }
         for name in rows
@@ -148,8 +141,8 @@ def _estimates(evaluations: Sequence[Evaluation], named: Sequence[str], headroom
         {
             "controller": name,
             "rule": rule,
-            "difference": estimate(statistics.mean_difference, "objective", name, rule),
-            "probability": estimate(statistics.probability_of_improvement, "objective", name, rule),
+            "difference": of(statistics.mean_difference, "objective", name, rule),
+            "probability": of(statistics.probability_of_improvement, "objective", name, rule),
         }
         for name in rows
         for rule in rows

@@ -66,12 +66,6 @@ def probability_of_improvement(ours: Tasks, theirs: Tasks) -> Floats:
     return mean([each[..., None] / own.shape[-1] / own.shape[-1] for each, own in zip(found, ours, strict=True)])
 
 
-def share_of_headroom(ours: Tasks, base: Tasks, ceiling: Tasks) -> Floats:
-    """Compute (...) mean(ours - base) / mean(ceiling - base): 0 at the base, 1 at the ceiling; nan if that is not above."""
-    room = mean_difference(ceiling, base)
-    return np.where(room > 0, mean_difference(ours, base) / np.where(room > 0, room, 1), np.nan)
-
-
 def interval(
     statistic: Callable[..., Floats], *controllers: Tasks, draws: int = DRAWS, seed: int = 0, trainings: int = 1
 ) -> Interval:
