@@ -640,6 +640,10 @@ class TaskEngine(Engine[D]):
         assert 0 <= env < self.config.envs
         return self.population.export(self.state.seeds, env)
 
+    def __repr__(self) -> str:
+        kind, name, config = type(self).__name__, self.population.task.name, self.config
+        return f"{kind}(task={name!r}, envs={config.envs}, steps={config.steps}, device='{self.device}')"
+
 
 class VectorizedEngine(TaskEngine[StackedPopulation]):
     """Trains E environments of a task as one object.
@@ -704,10 +708,6 @@ class VectorizedEngine(TaskEngine[StackedPopulation]):
         self.state.trial = np.bincount(proposed.env, compute, len(self._env)).astype(np.float64)
         copies.population.close()
         return objective_of(take(state.scores, envs), copies.population.host_params[envs], self.config.reward)
-
-    def __repr__(self) -> str:
-        name, config = self.population.task.name, self.config
-        return f"VectorizedEngine(task={name!r}, envs={config.envs}, steps={config.steps}, device='{self.device}')"
 
 
 def planted(step: Step) -> int:

@@ -20,7 +20,7 @@ from esper.kasmina.stack.layout import HostTable
 from esper.kasmina.stack.plan import Branches
 from esper.kasmina.stack.widening import HiddenWidening
 from esper.leyline.config.tree import Config, GrowthConfig
-from esper.leyline.data.task import Split
+from esper.leyline.data.task import AnyTask, Split
 from esper.leyline.lifecycle.view import Bools, Floats, Seeds, Space
 from esper.tolaria.measure.sensors import SENSORS
 from esper.tolaria.runtime import Waits
@@ -148,6 +148,7 @@ class Population(Protocol):
 class TaskPopulation(Population, Protocol):
     """Holds the data of a task, so that the population can be evaluated and exported."""
 
+    task: AnyTask
     widenings: tuple[HiddenWidening, ...]  # of the hosts, by `config.widen`
     widened: int  # how many of them there were in this episode
 

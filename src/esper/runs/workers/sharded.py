@@ -111,10 +111,6 @@ class ShardedEngine(TaskEngine["ShardedPopulation"]):
                 states = [part["keepers"][owner.keeper.number] for part in parts]
                 snapshot[name]["snapshot"] = joined_snapshots(states, population.rows)
 
-    def __repr__(self) -> str:
-        name, config = self.population.task.name, self.config
-        return f"ShardedEngine(task={name!r}, envs={config.envs}, steps={config.steps})"
-
 
 class ShardedPopulation:
     """Trains R hosts and their seeds in workers; implements `tolaria.population.TaskPopulation`.
