@@ -26,7 +26,7 @@ class Beside:
     def start(self, worker):
         self.starts += 1
         self.workers[worker] = MessageAnswers(lambda: self.work(None))
-        self.answers.append((worker, self.workers[worker].ready()))
+        self.answers.append((worker, self.workers[worker].answer(None)))
 
     def send(self, worker, message):
         answer = self.workers[worker].answer(message)

@@ -22,20 +22,16 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import get_temp_dir
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, Store, TCPStore  # torch.distributed exports them without their types
 from torch.distributed.rendezvous import rendezvous
 
 from esper.leyline.distribution import pip_install
 from esper.leyline.errors import InputError, WorkerError, describe_error, typed_line
 from esper.store.tensors import Tree, pack, unpack
-
-if TYPE_CHECKING:  # torch.distributed exports them without their types
-    from torch._C._distributed_c10d import FileStore, Store, TCPStore
-else:
-    from torch.distributed import FileStore, TCPStore
 
 _PATIENCE = 5.0  # seconds that a process is given to end
 _SIGN = b""  # the message by which a busy worker says that it is at work
@@ -64,14 +60,14 @@ class Work(Protocol):
         """Play a part and return its result. sign: is called again and again meanwhile."""
 
 
-def store_of(meeting: Tree, size: int) -> "Store":
+def store_of(meeting: Tree, size: int) -> Store:
     """Return the store of a meeting to one of the workers that come to it, which are `size` in all."""
     if "file" in meeting:
         return FileStore(meeting["file"], size)
     return TCPStore(meeting["host"], meeting["port"], is_master=False)
 
 
-def _open_meeting(host: str) -> tuple["Store", Tree]:
+def _open_meeting(host: str) -> tuple[Store, Tree]:
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False)  # at a port that is free
     return store, {"host": host, "port": store.port, "interface": None}
 
@@ -83,25 +79,14 @@ class MessageAnswers:
         self._make = make
         self._work: Work | None = None
 
-    def ready(self) -> bytes:
-        """Make the work, and return the first answer."""
-
-        def begin() -> Tree:
-            self._work = self._make()
-            return {"ready": self._work.facts}
-
-        return self._caught(begin)
-
-    def answer(self, message: bytes, sign: Sign = lambda: False) -> bytes:
-        """Return the answer to a message."""
-        tree, work = unpack(message), self._work
-        assert work is not None, "the worker is not ready"
-        return self._caught(lambda: {"result": work.play(tree["part"], sign)})
-
-    @staticmethod
-    def _caught(compute: Callable[[], Tree]) -> bytes:
+    def answer(self, message: bytes | None, sign: Sign = lambda: False) -> bytes:
+        """Return the answer to a message. The first is None, on which the work is made."""
         try:
-            return pack(compute())
+            if self._work is None:
+                self._work = self._make()
+                return pack({"ready": self._work.facts})
+            assert message is not None, "the worker is ready"
+            return pack({"result": self._work.play(unpack(message)["part"], sign)})
         except Exception as error:  # of the user's code as well; the process that started the worker raises it again
             trace = "" if isinstance(error, InputError) else traceback.format_exc()
             return pack({"error": {**describe_error(error), "trace": trace}})
@@ -156,9 +141,10 @@ def serve(connection: Connection, make: Callable[[], Work]) -> None:
         return False
 
     with suppress(EOFError, OSError, StarterGone):
-        connection.send_bytes(answers.ready())
+        message = None
         while True:
-            connection.send_bytes(answers.answer(connection.recv_bytes(), sign))
+            connection.send_bytes(answers.answer(message, sign))
+            message = connection.recv_bytes()
 
 
 class ProcessTransport:
@@ -206,7 +192,7 @@ class ProcessTransport:
         with suppress(OSError):  # of a connection that is broken, as `receive` will say
             self.connections[worker].send_bytes(message)
 
-    def meeting(self) -> tuple["Store", Tree]:
+    def meeting(self) -> tuple[Store, Tree]:
         """Return a store where workers publish their addresses, and how they reach it: a file beside the fork server's socket."""
         path = os.path.join(get_temp_dir(), f"meeting-{secrets.token_hex(8)}")  # a file that exists has old addresses
         return FileStore(path, len(self.numbers) + 1), {"file": path, "interface": "127.0.0.1"}
@@ -317,7 +303,7 @@ class TorchrunTransport(ProcessTransport):
         self._started: set[int] = set()
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()  # a rank may never come
 
-    def meeting(self) -> tuple["Store", Tree]:
+    def meeting(self) -> tuple[Store, Tree]:
         return _open_meeting(os.environ["MASTER_ADDR"])
 
     def start(self, worker: int) -> None:
@@ -390,7 +376,7 @@ class RayTransport:
         options = self._ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=0)
         # Ray shows each worker its own GPU alone, as cuda:0
         self._actors[worker] = options(RayActor).remote(self._content, "cuda:0" if gpus else device, sys.path)
-        self._answers[self._actors[worker].ready.remote()] = worker
+        self._answers[self._actors[worker].answer.remote(None)] = worker
 
     def send(self, worker: int, message: bytes) -> None:
         """Send a message. Ray delivers messages in order."""
@@ -416,7 +402,7 @@ class RayTransport:
     def end(self, worker: int) -> None:
         self._ray.kill(self._actors[worker])
 
-    def meeting(self) -> tuple["Store", Tree]:
+    def meeting(self) -> tuple[Store, Tree]:
         return _open_meeting(self._ray.util.get_node_ip_address())
 
     def close(self) -> None:
