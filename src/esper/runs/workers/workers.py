@@ -273,10 +273,7 @@ class Peers(Workers):
     _losses = 0  # since a round was finished
     # hears the workers while this one takes part in rounds
     _watch: tuple[threading.Event, threading.Thread] | None = None
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._heard: list[tuple[int, bytes | None]] = []  # by the thread
+    _heard: Sequence[tuple[int, bytes | None]] = ()  # by the thread
 
     def join(self, part: Mapping[str, Any], owners: Sequence[int], gpu: torch.device | None = None) -> Exchange:
         """Give all workers their parts, and return the exchange with them. Raises ExchangeError if one is lost.
@@ -315,10 +312,11 @@ class Peers(Workers):
         If that worker is ended, the call raises an error.
         """
         ended = threading.Event()
+        self._heard = heard = list[tuple[int, bytes | None]]()
 
         def watch() -> None:
             while not ended.is_set():
-                self._heard.extend(self.hear())
+                heard.extend(self.hear())
 
         self._watch = ended, threading.Thread(target=watch, name="watch", daemon=True)
         self._watch[1].start()
@@ -341,7 +339,7 @@ class Peers(Workers):
         while self._gone is None:
             if self._asked():
                 raise KeyboardInterrupt("interrupted after a worker was lost")
-            heard, self._heard = self._heard or self.hear(), []
+            heard, self._heard = self._heard or self.hear(), ()
             for worker, answer in heard:
                 tree = {} if answer is None else unpack(answer)
                 if "error" in tree and tree["error"]["type"] != ExchangeError.__name__:
