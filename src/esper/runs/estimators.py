@@ -40,6 +40,9 @@ BY_HEART = 0.1
 """Share by which the loss on held back examples may be above that on as many training examples, for the network to grow."""
 _CHUNK = 8192  # examples of a forward pass
 
+Learner = tuple[nn.Sequential, torch.optim.Optimizer, AveragedModel]
+"""A network, its optimizer, and its moving average."""
+
 
 class Look(NamedTuple):
     """Records what one look at the loss found.
@@ -164,9 +167,7 @@ class _Growing(BaseEstimator):
             f"{best_look.units:,}: {why}; ended {self.stopped_}{f'; {knee}' * (knee is not None)}"
         )
 
-    def _begun(
-        self, inputs: int, units: int, outputs: int, key: int
-    ) -> tuple[nn.Sequential, torch.optim.Optimizer, AveragedModel]:
+    def _begun(self, inputs: int, units: int, outputs: int, key: int) -> Learner:
         """Build a network with its optimizer and its moving average. InputError if it does not fit into memory."""
         numbers = (inputs + 1) * units + (self.layers - 1) * (units + 1) * units + (units + 1) * outputs
         # A number is a weight, its gradient, two moments of AdamW and its moving average, of four bytes each.
@@ -180,14 +181,7 @@ class _Growing(BaseEstimator):
         optimizer = torch.optim.AdamW(network.parameters(), self.rate)
         return network, optimizer, AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
 
-    def _timed(
-        self,
-        smallest: tuple[nn.Sequential, torch.optim.Optimizer, AveragedModel],
-        x: Tensor,
-        y: Tensor,
-        loss: nn.Module,
-        key: int,
-    ) -> Knee:
+    def _timed(self, smallest: Learner, x: Tensor, y: Tensor, loss: nn.Module, key: int) -> Knee:
         """Measure steps on a batch, in turn with those of the smallest network, up to the first size that takes longer."""
 
         def step(network: nn.Module, optimizer: torch.optim.Optimizer, moving: AveragedModel) -> None:
