@@ -113,21 +113,18 @@ def check_folder(folder: Path, overwrite: bool = False) -> None:
         stays = f"--overwrite (overwrite=True) leaves {folder} as it is"
         if not files.is_marked(folder):
             raise InputError(
-                f"{folder / files.CONFIG} does not begin as the config of an Esper run, so {stays}; name another folder "
-                "(--run, run=)"
+                f"{folder / files.CONFIG} does not begin as the config of an Esper run, so {stays}; {_MEND}"
             )
         if in_the_way := list_contents(folder).in_the_way:
             raise InputError(
                 f"a run would overwrite {_listed(in_the_way)}, which Esper did not write, so {stays}; move those files "
-                "elsewhere, or name another folder (--run, run=)"
+                f"elsewhere, or {_MEND}"
             )
     place = folder.absolute()
     while not place.exists():
         place = place.parent
     if not os.access(place, os.W_OK | os.X_OK):
-        raise InputError(
-            f"no permission to write to {place}, the folder for the run; name another folder (--run, run=)"
-        )
+        raise InputError(f"no permission to write to {place}, the folder for the run; {_MEND}")
 
 
 def create_folder(folder: Path, overwrite: bool = False, note: Callable[[str], None] | None = None) -> None:
