@@ -1,4 +1,8 @@
-"""Grows networks in the trainers of Lightning and Hugging Face: callbacks around `esper.Growth` and `esper.AnytimeGrowth`."""
+"""Grows networks in the trainers of Lightning and Hugging Face: callbacks around `esper.Growth` and `esper.AnytimeGrowth`.
+
+The attribute `growth` of a callback is that of the training, once it has begun, and None before. A callback raises InputError, in
+one sentence, where the trainer or an argument cannot be used; mostly when the training begins.
+"""
 
 import inspect
 from collections.abc import Mapping

@@ -72,11 +72,6 @@ class HuggingFaceGrowth(GrowthCallback, TrainerCallback):
         changed: names of arguments that may be others than in the checkpoint, as ['budget'] (`Growth.load_state_dict`).
         options: further arguments of `esper.Growth`: controller, budget, budget_passes, budget_seconds, freeze, every, steps,
             seed, settings.
-
-    growth: the `esper.Growth` of the training, once it has begun; None before.
-
-    Raises:
-        InputError: in one sentence, where the trainer or an argument cannot be used; mostly when the training begins
     """
 
     begins = "trainer.train"
@@ -174,11 +169,6 @@ class HuggingFaceAnytimeGrowth(GrowthCallback, TrainerCallback):
             the elements of 'labels' that are not -100.
         checkpoint: folder of the checkpoint that is resumed; None where it is checkpoint-<step> of the output folder.
         options: further arguments of `esper.AnytimeGrowth`, as ratio, sizes, cost, probe, loss.
-
-    growth: the `esper.AnytimeGrowth` of the training, once it has begun; None before.
-
-    Raises:
-        InputError: in one sentence, where the trainer or an argument cannot be used; mostly when the training begins
     """
 
     begins = "trainer.train"

@@ -71,11 +71,6 @@ class LightningGrowth(GrowthCallback, Callback):
         changed: names of arguments that may be others than in a checkpoint, as ['budget'] (`Growth.load_state_dict`).
         options: further arguments of `esper.Growth`: controller, budget, budget_passes, budget_seconds, freeze, every, steps,
             seed, settings.
-
-    growth: the `esper.Growth` of the training, once it has begun; None before.
-
-    Raises:
-        InputError: in one sentence, where the trainer or an argument cannot be used; mostly when the training begins
     """
 
     begins = "trainer.fit"
@@ -210,11 +205,6 @@ class LightningAnytimeGrowth(GrowthCallback, Callback):
         targets: targets(batch): the number of targets of a batch. By default the elements of the second part of a pair, or those
             of 'labels' that are not -100.
         options: further arguments of `esper.AnytimeGrowth`, as ratio, sizes, cost, probe, loss.
-
-    growth: the `esper.AnytimeGrowth` of the training, once it has begun; None before.
-
-    Raises:
-        InputError: in one sentence, where the trainer or an argument cannot be used; mostly when the training begins
     """
 
     begins = "trainer.fit"
