@@ -277,7 +277,6 @@ class Growth:
         # What is taken from this object's own steps, seconds of growing and seconds of the rest to get those of the run; below 0
         # by what the run had taken before its state was loaded.
         self._outside = 0, 0.0, 0.0
-        self._begun = 0, 0.0  # steps and seconds of the rest when this object began to look at the loop
         arguments = {
             "budget": share,
             **self._budgets,
@@ -604,7 +603,7 @@ class Growth:
             if measured and missing[slot] < NOTEWORTHY:
                 return f"{said}, and nothing is missing at any free place"
             return f"{said}; of the free places {view.space.slots[slot]!r} lacks most: {lacks}" if measured else said
-        calls, rest = self.calls - self._begun[0], self.seconds["rest"] - self._begun[1]
+        calls, _, rest = self._spent()
         taken = max(rest / max(calls, 1) * steps, 1e-9)
         unit, length = ("minute", 60.0) if taken >= A_MINUTE else ("second", 1.0)
         pace = 1 - max(1 - falls, 0.0) ** (length / taken)  # as if it went on falling by the same share
@@ -764,7 +763,6 @@ class Growth:
         population.passes, population.resting = spent["growth"], spent["resting"]
         had: Any = tree["spent"] or (0, 0.0, 0.0)  # a run without a limit to its seconds counts them from here on
         *growing, rest = self.seconds.values()
-        self._begun = self.calls, rest
         self._outside = self.calls - had[0], sum(growing) - had[1], rest - had[2]
         population.follow(self.engine.state.seeds)
         since: Any = tree["stopped"]
