@@ -194,8 +194,6 @@ class AnytimeGrowth:
         rollbacks (list[dict]): where parameters were not finite: `step`, and the step whose network was `restored`
         start (str): which sizes were timed, in how long, and with which the training begins, where cost='seconds'; '' before that
         why (str): why the network is not larger
-        improved (bool): whether the loss on the probe was looked at in this step, and is the lowest so far
-        verdict (str): what the probe says of the sizes so far, in a sentence; '' while that is not known
 
     Raises:
         InputError: in one sentence, if the network cannot be wider as a whole, or an argument cannot be
@@ -334,7 +332,6 @@ class AnytimeGrowth:
         self._hollow_before = self._hollow
         # of the last copy that is kept: its step, the tensors of the network and its average, and what each optimizer remembered
         self._kept: tuple[int, list[Tensor], list[dict[Any, Any]]] | None = None
-        self._due = ""  # why the network becomes wider, once it does
         self._loss: float | None = None  # on the probe, where it was looked at in this step
         self._last_loss = -math.inf  # on the probe, at the last look
         self._first, self._begun = self.parameters, time.perf_counter()
@@ -425,7 +422,8 @@ class AnytimeGrowth:
             self._guard()
         self._loss, begun = None, time.perf_counter()
         try:
-            grown = self._is_due(targets, size) and self._grow()
+            due = self._due(targets, size)
+            grown = bool(due) and self._grow(due)
         finally:
             self._tried = None
         if self._probe is not None and self._loss is None and (not self._by_slope or self._look_at == math.inf):
@@ -434,15 +432,13 @@ class AnytimeGrowth:
             self._write(self._log, time.perf_counter() - begun if grown else None)
         return grown
 
-    def _is_due(self, targets: Tensor | int, size: int) -> bool:
-        """Return whether the network should become wider at this step; `why` and `_due` say why."""
-        if self._look_at == math.inf:
-            return False
-        if self.cost == "seconds" and not self._timed(targets):
-            return False
+    def _due(self, targets: Tensor | int, size: int) -> str:
+        """Return why the network should become wider at this step; '' if it should not, as `why` says then."""
+        if self._look_at == math.inf or (self.cost == "seconds" and not self._timed(targets)):
+            return ""
         if self._starts:
             self.why = "the sizes are timed once the loss on the probe is finite"
-            return self.seen >= self._look_at
+            return self.why * (self.seen >= self._look_at)
         if self._by_slope:
             return self._bent()
         ratio = (TARGETS * self._multiple if self.ratio is None else self.ratio) * self._elasticity**3
@@ -453,9 +449,9 @@ class AnytimeGrowth:
             slower = f", as a step of {wider} takes {self._slower:.2f} times the seconds"
         if self.seen < needed:
             self.why = f"{self.seen:,} targets were seen, and {each} are {needed:,}{slower}"
-            return False
-        self._due = f"{self.seen:,} targets were seen, which are {each}{slower}"
-        return self.seen >= self._look_at
+        if self.seen < max(needed, self._look_at):
+            return ""
+        return f"{self.seen:,} targets were seen, which are {each}{slower}"
 
     def snapshot(self) -> nn.Module:
         """Return a copy of the network with averaged weights, as a plain module; the run goes on undisturbed.
@@ -613,13 +609,7 @@ class AnytimeGrowth:
             raise InputError(
                 "this run has begun already; load the state into a fresh model, optimizer and AnytimeGrowth"
             )
-        settings = self._settings()
-        if state["settings"]["probe"] != settings["probe"]:
-            has = ("no probe", "a probe")[settings["probe"]]
-            raise InputError(
-                f"this run has {has}, unlike that of the state; give probe= and loss= as there, or leave them out"
-            )
-        for name, own in settings.items():
+        for name, own in self._settings().items():
             if (there := state["settings"][name]) != own and name != "most_parameters":  # a limit may be another one
                 raise InputError(f"the state is of {name}={there!r}, and this run has {name}={own!r}; give the same")
         if self._shard is not None and "model" not in state:
@@ -931,14 +921,14 @@ class AnytimeGrowth:
         self._curve = [each for each in self._curve if each[0] >= now - math.log(LONG)] + [(now, math.log(loss))]
         return True
 
-    def _bent(self) -> bool:
-        """Return whether the loss on the probe falls more slowly than it did; `why` says how it falls."""
+    def _bent(self) -> str:
+        """Return how much more slowly the loss on the probe falls than it did; '' if it does not, as `why` says then."""
         settled = max(EARLY * self.warmup, 1)
         if self.steps <= settled:
             self._grown_at = self._compute
             self.why = f"the first {counted(settled, 'step')} say little of how the loss falls"
         if self.seen < self._look_at or not self._look():
-            return False
+            return ""
         now = self._curve[-1][0]
         first = now - math.log(LONG)
         compute, losses = np.array(self._curve).T
@@ -946,16 +936,15 @@ class AnytimeGrowth:
         if self._compute < APART * self._grown_at or late.sum() < 3:
             since = "at the last growth" if self.growths else f"of the first {counted(settled, 'step')}"
             self.why = f"the next growth waits until the compute is {APART:g} times that {since}"
-            return False
+            return ""
         slope, before = (float(np.polyfit(compute[each], losses[each], 1)[0]) for each in (late, compute >= first))
         self.why = (
             f"the loss on the probe went as compute^{slope:.2f} while the compute doubled, and as compute^{before:.2f} while it "
             f"rose by a factor of {LONG:g}, so it does not yet fall more slowly than before"
         )
-        self._due = self.why.replace("does not yet fall", "falls")
-        return slope > BEND * before
+        return self.why.replace("does not yet fall", "falls") if slope > BEND * before else ""
 
-    def _grow(self) -> bool:
+    def _grow(self, due: str) -> bool:
         """Widen the network, unless something stands against it, which `why` then says."""
         before, measured = self.parameters, math.inf
         if self._starts:
@@ -977,7 +966,7 @@ class AnytimeGrowth:
             if not plans:
                 return False
         else:  # how much slower the growth behind this one is has to be measured anew
-            plans, self._slower = [_GrowthPlan(self._next_factor(), self._slower, self._way, self._due)], None
+            plans, self._slower = [_GrowthPlan(self._next_factor(), self._slower, self._way, due)], None
         self._tried = None
         before_growth, hollow_before = None, self._hollow
         if self.fresh and self._probe is not None:  # an average in parts stays as it is, as another one takes its place
