@@ -6,7 +6,7 @@ one sentence, where the trainer or an argument cannot be used; mostly when the t
 
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -41,7 +41,6 @@ def __dir__() -> list[str]:
 class GrowthCallback:
     """Holds the arguments of a growth and the growth of one training: the base of the callbacks."""
 
-    begins: ClassVar[str]  # the call of the trainer that begins to grow
     growth: Any = None
 
     def __init__(self, kind: type[Any], options: Mapping[str, Any]) -> None:
@@ -68,7 +67,7 @@ class GrowthCallback:
     def network(self) -> nn.Module:
         """The network that grows. InputError before the training has begun."""
         if self.growth is None:
-            raise InputError(f"nothing has grown yet; call {self.begins} first")
+            raise InputError("nothing has grown yet; let the trainer train first")
         return self.growth.model
 
     def check_first(self) -> None:

@@ -74,7 +74,6 @@ class HuggingFaceGrowth(GrowthCallback, TrainerCallback):
             seed, settings.
     """
 
-    begins = "trainer.train"
     growth: Growth | None
 
     def __init__(
@@ -171,7 +170,6 @@ class HuggingFaceAnytimeGrowth(GrowthCallback, TrainerCallback):
         options: further arguments of `esper.AnytimeGrowth`, as ratio, sizes, cost, probe, loss.
     """
 
-    begins = "trainer.train"
     growth: AnytimeGrowth | None
 
     def __init__(

@@ -73,7 +73,6 @@ class LightningGrowth(GrowthCallback, Callback):
             seed, settings.
     """
 
-    begins = "trainer.fit"
     growth: Growth | None
 
     def __init__(
@@ -207,7 +206,6 @@ class LightningAnytimeGrowth(GrowthCallback, Callback):
         options: further arguments of `esper.AnytimeGrowth`, as ratio, sizes, cost, probe, loss.
     """
 
-    begins = "trainer.fit"
     growth: AnytimeGrowth | None
 
     def __init__(
