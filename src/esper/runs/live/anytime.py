@@ -351,8 +351,7 @@ class AnytimeGrowth:
         self._beside = math.nan  # seconds of a step beside the passes of the network, once measured
         self.start = ""
         self._slower: float | None = None  # by how much the seconds of a step are multiplied by the next growth
-        self._tried: nn.Module | None = None  # a copy of the network that was made wider in this step
-        self._way: Way | None = None  # to that network
+        self._way: Way | None = None  # to the network behind the next growth, once a copy was made wider
         self._elasticity = 1.0  # e: that, as a power of the parameters
         self.why = "too few examples were seen"
         self._next_factor()
@@ -421,11 +420,8 @@ class AnytimeGrowth:
         if self._kept is None or self.steps % GUARDED == 0:
             self._guard()
         self._loss, begun = None, time.perf_counter()
-        try:
-            due = self._due(targets, size)
-            grown = bool(due) and self._grow(due)
-        finally:
-            self._tried = None
+        due = self._due(targets, size)
+        grown = bool(due) and self._grow(due)
         if self._probe is not None and self._loss is None and (not self._by_slope or self._look_at == math.inf):
             self._look()  # for `improved` and `verdict` alone
         if self._log is not None:
@@ -861,7 +857,7 @@ class AnytimeGrowth:
         wider, way, problem = self._copied(self.model, self._next_factor())
         if self._ended(problem):
             return None
-        self._tried, self._way = wider, way
+        self._way = way
         return wider
 
     def _copied(self, network: nn.Module, factor: int) -> tuple[nn.Module, Way | None, str]:
@@ -950,7 +946,7 @@ class AnytimeGrowth:
         if self._starts:
             if not self._guard():
                 return False
-        elif self._tried is None and self._wider() is None:
+        elif self._wider() is None:
             return False
         if self._probe is not None:
             measured = self._measured()
@@ -967,7 +963,6 @@ class AnytimeGrowth:
                 return False
         else:  # how much slower the growth behind this one is has to be measured anew
             plans, self._slower = [_GrowthPlan(self._next_factor(), self._slower, self._way, due)], None
-        self._tried = None
         before_growth, hollow_before = None, self._hollow
         if self.fresh and self._probe is not None:  # an average in parts stays as it is, as another one takes its place
             before_growth = copied(self.average) if self._shard is None else self.average
