@@ -171,25 +171,18 @@ def _close(episode: "Episode", journal: Journal, ending: Interrupt, status: Stat
 
     # The static networks that the config asks for. The twins are rows of the population, and are trained already.
     host_params, twin, until = engine.population.host_params[envs], None, None
+    static, cut = dict[str, baselines.BaselineResult | baselines.Absent](), list[str]()
     if config.twin:
         metric, loss = (np.array(tested[f"test_{name}"]["host"], np.float64) for name in (tested["metric"], "loss"))
-        twin = baselines.BaselineResult(metric, loss, host_params.copy(), seconds=None)
+        static["twin"] = twin = baselines.BaselineResult(metric, loss, host_params.copy(), seconds=None)
     if engine.stopping is not None:
         stopped = engine.stopping.stopped[envs]
         until = np.where(stopped < 0, episode.steps, stopped)
     placed = config.model_copy(update={"device": engine.config.device})  # a run may continue on another device
-    results, static, cut = (
-        baselines.grown_of(engine),
-        dict[str, baselines.BaselineResult | baselines.Absent](),
-        list[str](),
-    )
+    results = baselines.grown_of(engine)
     train = partial(baselines.train_baseline, until=until, twin=twin, stop=lambda: ending.asked, pool=episode.pool)
     hint = "; Ctrl-C leaves out the static networks that are not trained yet"  # said once
-    for name in config.baselines:
-        if name == "twin":
-            assert twin is not None
-            static[name] = twin
-            continue
+    for name in (each for each in config.baselines if each != "twin"):
         static[name] = baselines.INTERRUPTED
         if not ending.asked and not cut:
             with suppress(KeyboardInterrupt):

@@ -30,8 +30,7 @@ def check_folder(folder: Path, overwrite: bool = False) -> None:
     mend = "name another folder with --out"
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file; {mend}")
-    found = [path for path in folder.iterdir() if not is_lock(path)] if folder.exists() else []
-    names = sorted(path.name for path in found)
+    names = sorted(path.name for path in folder.iterdir() if not is_lock(path)) if folder.exists() else []
     if _STAGED in names:  # a process was killed before the healing was whole
         names = [name for name in names if name not in (_STAGED, ADAPTER, MODULE)]
     if names and SUMMARY not in names:

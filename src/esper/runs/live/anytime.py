@@ -475,8 +475,7 @@ class AnytimeGrowth:
         if self._log is not None and self._log.begun and not finished:
             self._loss, self._log.noted = None, 0.0
             self._write(self._log, None)
-            summary = self.summary()
-            figures = {name: summary[name] for name in ("seen", "start", "growths", "rollbacks", "why")}
+            figures = {name: getattr(self, name) for name in ("seen", "start", "growths", "rollbacks", "why")}
             seconds = round(time.perf_counter() - self._begun, 3)
             sizes = [self._first, *(each["parameters"] for each in self.growths)]
             self._log.end(

@@ -413,10 +413,7 @@ def worker_options(
     """
     count = None
     if workers is not None:
-        try:
-            count = 0 if isinstance(workers, bool) else int(str(workers))
-        except ValueError:
-            count = 0
+        count = int(str(workers)) if str(workers).isdecimal() else 0
         if count < 1:
             raise InputError(f"workers is {workers!r}; give the number of workers, a whole number of 1 or more")
     listed = [devices] if isinstance(devices, str) else list(devices or ())
