@@ -73,9 +73,9 @@ $(VENV)/installed-dev: pyproject.toml
 
 $(VENV)/installed-bench: pyproject.toml bench/pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]' --editable bench
+	$(VENV)/bin/python -m pip install --quiet --editable '.[dev,docs]' --editable bench
 	$(VENV)/bin/python -m pip install --quiet --no-deps $(NETWORKS)
-	touch $@ $(VENV)/installed $(VENV)/installed-dev
+	touch $@ $(VENV)/installed $(VENV)/installed-dev $(VENV)/installed-docs
 
 $(VENV)/installed-third-party: pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
