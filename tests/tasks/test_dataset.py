@@ -138,6 +138,7 @@ def test_an_example_that_cannot_be_used_is_named_by_workers_too(workers, event, 
     with pytest.raises(InputError) as raised:
         task_from("t", Numbered(70, event), host=HOST, workers=workers)
     assert str(raised.value).startswith(words)
+    del raised  # and the workers with it, for which the garbage collector would wait for 10 s
 
 
 @pytest.mark.campaign
