@@ -446,7 +446,7 @@ BAD = {
     "a twin baseline without twins": (blobs, {"reward": {"relative_to": "twin"}}, "--twin"),
     "a validation that does not fit": (
         blobs,
-        {"ppo": {"validate_envs": 10**8}},
+        {"ppo": {"validate_envs": 10**7}},
         "takes ppo.validate_envs as envs.*lower",
     ),
     "nothing that may be planted": (blobs, {"lifecycle": {"max_seeds": 0}}, "max_seeds"),
