@@ -273,32 +273,43 @@ def test_a_network_that_gets_worse_on_the_probe_is_put_back_only_where_that_was_
     assert (growing.growth.engine.state.scores.loss[0] > 2 * before) == (not rollbacks)
 
 
+STOPS = [1, 6, 14, 19, 25]
+FURTHER_STOPS = [5, 9, 15, 17, 22, 29, 32]
+
+
+@pytest.fixture(scope="module")
+def straight():
+    """Return a function that trains without a stop, and returns the loop and its growth, as a file, behind some steps."""
+
+    @functools.cache
+    def trained(batch):
+        made, files, done = loop(averaged=True), {}, 0
+        for stop in sorted(STOPS + FURTHER_STOPS):
+            made.run(done, stop, batch=batch)
+            torch.save(made.growth.state_dict(), file := io.BytesIO())
+            files[stop], done = file.getvalue(), stop
+        made.run(done, EVERY * DECISIONS, batch=batch)
+        return made, files
+
+    return trained
+
+
 @pytest.mark.parametrize(
     ("stop", "batch"),
     [
-        *crossed([1, 6, 14, 19, 25], [False, True]),
-        *(
-            pytest.param(stop, batch, marks=pytest.mark.slow)
-            for stop in (5, 9, 15, 17, 22, 29, 32)
-            for batch in (False, True)
-        ),
+        *crossed(STOPS, [False, True]),
+        *(pytest.param(stop, batch, marks=pytest.mark.slow) for stop in FURTHER_STOPS for batch in (False, True)),
     ],
 )
-def test_a_training_resumed_in_any_stage_is_the_one_that_was_never_stopped(stop, batch):
-    straight = loop(averaged=True)
-    straight.run(0, stop, batch=batch)
-    file = io.BytesIO()
-    torch.save(straight.growth.state_dict(), file)
-    straight.run(stop, EVERY * DECISIONS, batch=batch)
-    file.seek(0)
-
+def test_a_training_resumed_in_any_stage_is_the_one_that_was_never_stopped(straight, stop, batch):
+    whole, files = straight(batch)
     resumed = loop(averaged=True)
-    resumed.growth.load_state_dict(torch.load(file))
+    resumed.growth.load_state_dict(torch.load(io.BytesIO(files[stop])))
     resumed.run(stop, EVERY * DECISIONS, batch=batch)
-    assert equal(resumed.model.state_dict(), straight.model.state_dict())
-    assert equal(resumed.ema.state_dict(), straight.ema.state_dict())
-    assert equal(resumed.growth.state_dict(), straight.growth.state_dict())
-    assert repeatable(resumed.growth) == repeatable(straight.growth)
+    assert equal(resumed.model.state_dict(), whole.model.state_dict())
+    assert equal(resumed.ema.state_dict(), whole.ema.state_dict())
+    assert equal(resumed.growth.state_dict(), whole.growth.state_dict())
+    assert repeatable(resumed.growth) == repeatable(whole.growth)
 
 
 class Warm(nn.Module):
