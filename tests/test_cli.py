@@ -370,6 +370,7 @@ def test_ctrl_c_ends_the_run_with_what_is_done(tmp_path):
     assert 0 < summary["steps_done"] < summary["steps"]
 
 
+@pytest.mark.campaign
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs a shell that can limit the size of files")
 def test_a_full_disk_is_one_sentence_and_exit_code_1(tmp_path):
     grow = f"{sys.executable} -m esper grow spirals --envs 2 --steps 1000 --models none --run r"

@@ -378,6 +378,7 @@ def in_each_process(rank, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.campaign
 def test_several_processes_add_a_block_alike_and_train_it_on(tmp_path):
     torch.multiprocessing.spawn(in_each_process, (str(tmp_path),), nprocs=2)
     (deepened, one), (_, other) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))

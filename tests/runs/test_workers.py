@@ -101,6 +101,7 @@ def alone(tmp_path_factory):
     return content(folder)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     "workers", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
 )
