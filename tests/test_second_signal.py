@@ -102,9 +102,8 @@ def task():
     ("kind", "workers"), [("grow", 0), ("grow", 2), pytest.param("train", 0, marks=pytest.mark.slow)]
 )
 def test_a_second_signal_while_an_example_is_read_saves_the_last_whole_step_and_leaves_no_worker(
-    tmp_path, monkeypatch, kind, workers
+    elsewhere, esper, monkeypatch, kind, workers
 ):
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORKERS", str(workers))
     Path("blocked.py").write_text(BLOCKED)
     settings = {
@@ -112,8 +111,7 @@ def test_a_second_signal_while_an_example_is_read_saves_the_last_whole_step_and_
         "train": ["--envs", "8", "--steps", "40", "--rounds", "1", "--set", "ppo.imitation_rounds=0"],
     }[kind]
     settings += ["--set", "data.batch_size=32", "--set", "data.batches_per_step=4"]
-    esper = [sys.executable, "-m", "esper"]
-    with begun([*esper, kind, "blocked.py:task", *settings, "--run", "run"]) as process:
+    with begun([sys.executable, "-m", "esper", kind, "blocked.py:task", *settings, "--run", "run"]) as process:
         while not Path("stuck").exists():
             assert process.poll() is None, process.stderr.read()
             time.sleep(0.01)
@@ -129,10 +127,8 @@ def test_a_second_signal_while_an_example_is_read_saves_the_last_whole_step_and_
     assert checkpoint.number > 1
     Path("mended").touch()
     for command in (["resume", "run", "--task", "blocked.py:task"], [kind, "blocked.py:task", *settings]):
-        command += [] if command[0] == "resume" else ["--run", "straight"]
-        with begun([*esper, *command]) as process:
-            _, err = process.communicate(timeout=300)
-        assert process.returncode == 0, err
+        code, _, err = esper(*command, *([] if command[0] == "resume" else ["--run", "straight"]))
+        assert code == 0, err
     ends = [json.loads((Path(name) / "summary.json").read_text()) for name in ("run", "straight")]
     for name in {"grow": ("test_loss", "steps_done"), "train": ("best_validation_objective", "rounds_done")}[kind]:
         assert ends[0][name] == ends[1][name]

@@ -63,15 +63,19 @@ PROGRAM = textwrap.dedent(
 
 
 def grow(folder, size):
-    """Grow in some processes, and return the network of each."""
-    command = [sys.executable, "-c", PROGRAM]
-    running = [
-        subprocess.Popen([*command, str(rank), str(size), str(folder)], stderr=subprocess.PIPE, text=True)
-        for rank in range(size)
-    ]
-    for each in running:
-        _, error = each.communicate(timeout=300)
-        assert each.returncode == 0, error
+    """Grow in some processes, or in this one, and return the network of each."""
+    lines = [["program", str(rank), str(size), str(folder)] for rank in range(size)]
+    if size == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", lines[0])
+            patch.setattr(sys, "path", list(sys.path))
+            exec(compile(PROGRAM, "program", "exec"), {})
+    else:
+        command = [sys.executable, "-c", PROGRAM]
+        running = [subprocess.Popen([*command, *line[1:]], stderr=subprocess.PIPE, text=True) for line in lines]
+        for each in running:
+            _, error = each.communicate(timeout=300)
+            assert each.returncode == 0, error
     return [torch.load(folder / f"{size}-{rank}.pt") for rank in range(size)]
 
 
