@@ -341,6 +341,7 @@ def test_export_of_a_run_without_networks_says_so(esper):
     assert "no networks" in err
 
 
+@pytest.mark.campaign
 def test_ctrl_c_ends_the_run_with_what_is_done(tmp_path):
     arguments = [
         "grow",

@@ -325,6 +325,7 @@ def test_what_ctrl_c_leads_to_is_said_without_a_terminal_too_unless_progress_is_
         assert err.count("\n") == (progress == "auto")
 
 
+@pytest.mark.campaign
 def test_an_interrupted_run_on_a_task_of_ones_own_ends_with_the_command_that_resumes_it():
     long = ["--envs", "2", "--steps", "1000000", "--models", "none", "--baselines", "none", "--run", "r"]
     with begun([sys.executable, "-m", "esper", "grow", "mine/own_task.py:written", *long]) as process:

@@ -40,6 +40,7 @@ for _ in range(60):
 """
 
 
+@pytest.mark.campaign
 def test_two_processes_may_write_one_name_at_the_same_time(tmp_path):
     both = [subprocess.Popen([sys.executable, "-c", WRITER, mine], cwd=tmp_path) for mine in "ab"]
     assert [process.wait(timeout=120) for process in both] == [0, 0]
