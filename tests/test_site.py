@@ -30,7 +30,6 @@ def named(entries):
             yield from named(value) if isinstance(value, list) else [value]
 
 
-@pytest.mark.campaign
 def test_every_page_of_the_menu_is_built(site):
     pages = list(named(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
     assert len(pages) > 25
