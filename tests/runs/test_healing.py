@@ -746,10 +746,17 @@ def test_an_interrupt_ends_the_command_with_a_sentence_and_code_130(folder, caps
     assert not (folder / "out").exists()
 
 
+@pytest.fixture(scope="module")
+def quick():
+    """Heal in few steps."""
+    return esper.heal(damaged(build()), examples(), intact=build(), budget=0.3, steps=24)
+
+
 @pytest.fixture
-def ready(folder, healed, monkeypatch):
-    """Return the command whose trainings have been done already."""
-    monkeypatch.setattr("esper.runs.healing.heal.heal", lambda *arguments, **settings: healed[2])
+def ready(folder, quick, exported, monkeypatch):
+    """Return the command whose trainings, and whose export, which takes most of the time to write, have been done already."""
+    monkeypatch.setattr("esper.runs.healing.heal.heal", lambda *arguments, **settings: quick)
+    monkeypatch.setattr("esper.runs.healing.healed.program_of", lambda *arguments: exported)
     return ("heal", "network.pt2", "--data", "data.npz", "--out", "out")
 
 
@@ -788,9 +795,9 @@ def test_a_healing_waits_for_room(ready, folder, capsys, monkeypatch, full):
 @pytest.mark.campaign
 @pytest.mark.parametrize("renames", [0, 1, 2])
 @pytest.mark.parametrize("earlier", [False, True])
-def test_what_a_kill_left_of_a_healing_is_replaced(ready, healed, folder, monkeypatch, renames, earlier):
+def test_what_a_kill_left_of_a_healing_is_replaced(ready, quick, folder, monkeypatch, renames, earlier):
     if earlier:
-        healed[2].save("out")
+        quick.save("out")
     rename, left = os.rename, [renames]
 
     def killed(source, target):
@@ -802,17 +809,18 @@ def test_what_a_kill_left_of_a_healing_is_replaced(ready, healed, folder, monkey
 
     monkeypatch.setattr(os, "rename", killed)
     with pytest.raises(BrokenPipeError):
-        healed[2].save("out")
+        quick.save("out")
     monkeypatch.setattr(os, "rename", rename)
     assert not (folder / "out" / "healing.json").exists()
     assert not code_of(*ready)
     assert {path.name for path in (folder / "out").iterdir()} == {"adapter", "network.pt2", "healing.json"}
 
 
-def test_a_network_of_ones_own_under_the_name_of_the_result_is_not_replaced(ready, folder, capsys):
+def test_a_network_of_ones_own_under_the_name_of_the_result_is_not_replaced(folder, capsys, monkeypatch):
+    monkeypatch.setattr("esper.runs.healing.heal.heal", pytest.fail)  # it is refused before any training
     (folder / "out").mkdir()
     (folder / "out" / "network.pt2").write_text("mine")
-    assert code_of(*ready) == 2
+    assert code_of("heal", "network.pt2", "--data", "data.npz", "--out", "out") == 2
     assert "out holds other files and no healing" in capsys.readouterr().err
     assert (folder / "out" / "network.pt2").read_text() == "mine"
 
