@@ -127,7 +127,6 @@ def widening(folder, *, accumulate=1, plain=False, callbacks=(), arguments=None,
 
 
 PROCESSES = """
-import functools
 import os
 import sys
 sys.path.insert(0, {tests!r})
@@ -135,10 +134,11 @@ import torch
 from test_lightning import PLAIN, training, widening
 
 arguments = dict(precision="64-true", strategy="ddp", devices=2, use_distributed_sampler=False)
-trainer, module, growing, _ = {made}({folder!r}, plain=True, arguments=arguments)
-mine = [each[int(os.environ.get("LOCAL_RANK", 0)) :: 2] for each in torch.load({folder!r} + "/data.pt")]
-trainer.fit(module, torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*mine), 6))
-torch.save([module.state_dict(), growing.growth.summary()], {folder!r} + f"/{{trainer.global_rank}}.pt")
+for name, make, options in ("training", training, dict(settings=PLAIN)), ("widening", widening, {{}}):
+    trainer, module, growing, loader = make({folder!r}, plain=True, arguments=arguments, **options)
+    mine = [each[int(os.environ.get("LOCAL_RANK", 0)) :: 2] for each in loader.dataset.tensors]
+    trainer.fit(module, torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*mine), 6))
+    torch.save([module.state_dict(), growing.growth.summary()], {folder!r} + f"/{{name}}-{{trainer.global_rank}}.pt")
 """
 
 
@@ -290,11 +290,12 @@ def test_what_cannot_be_followed_is_refused_in_one_sentence(tmp_path, change, se
         fit()
 
 
-def in_two_processes(tmp_path, loader, made):
-    """Train in two processes, and return the weights and the summary of each."""
-    torch.save(loader.dataset.tensors, tmp_path / "data.pt")
-    program = tmp_path / "program.py"
-    program.write_text(PROCESSES.format(tests=str(Path(__file__).parent), folder=str(tmp_path), made=made))
+@pytest.fixture(scope="module")
+def in_two_processes(tmp_path_factory):
+    """Train in two processes, in each way; return a function from a way to the weights and the summary of each process."""
+    folder = tmp_path_factory.mktemp("processes")
+    program = folder / "program.py"
+    program.write_text(PROCESSES.format(tests=str(Path(__file__).parent), folder=str(folder)))
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     ended = subprocess.run(
         [sys.executable, str(program)],
@@ -304,12 +305,12 @@ def in_two_processes(tmp_path, loader, made):
         env={**os.environ, "PYTHONPATH": path},
     )
     assert ended.returncode == 0, ended.stderr
-    return [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    return lambda made: [torch.load(folder / f"{made}-{rank}.pt") for rank in range(2)]
 
 
-def test_two_processes_of_the_trainer_grow_as_one_on_all_the_data(tmp_path):
+def test_two_processes_of_the_trainer_grow_as_one_on_all_the_data(tmp_path, in_two_processes):
     trainer, module, _, loader = training(tmp_path, plain=True, settings=PLAIN, arguments={"precision": "64-true"})
-    first, second = in_two_processes(tmp_path, loader, "functools.partial(training, settings=PLAIN)")
+    first, second = in_two_processes("training")
     trainer.fit(module, loader)
     assert equal(first[0], second[0])
     assert [entry["site"] for entry in first[1]["keeps"]] == ["0"]
@@ -372,9 +373,9 @@ def test_a_widening_resumed_by_the_trainer_at_any_size_is_the_one_that_was_never
         assert equal(*(each.lr_scheduler_configs[0].scheduler.state_dict() for each in (again, trainer)))
 
 
-def test_two_processes_of_the_trainer_become_wider_as_one_on_all_the_data(tmp_path):
+def test_two_processes_of_the_trainer_become_wider_as_one_on_all_the_data(tmp_path, in_two_processes):
     trainer, module, growing, loader = widening(tmp_path, plain=True, arguments={"precision": "64-true"})
-    first, second = in_two_processes(tmp_path, loader, "widening")
+    first, second = in_two_processes("widening")
     trainer.fit(module, loader)
     assert equal(first, second)
     assert [each["factor"] for each in first[1]["growths"]] == [2, 2]
