@@ -1,6 +1,7 @@
-"""Run the `esper` command in this process and in a folder of its own."""
+"""Run the `esper` command, or a script, in this process and in a folder of its own."""
 
 import os
+import runpy
 import sys
 from pathlib import Path
 
@@ -27,6 +28,24 @@ def esper(capsys):
             main(arguments)
         out, err = capsys.readouterr()
         return int(end.value.code or 0), out, err
+
+    return run
+
+
+@pytest.fixture
+def script(capsys, monkeypatch):
+    """Return a function that runs a script here, where it need not load torch anew, and gives what `esper` gives."""
+
+    def run(path: Path, *arguments: str) -> tuple[int, str, str]:
+        monkeypatch.syspath_prepend(path.parent)
+        monkeypatch.setattr(sys, "argv", [str(path), *arguments])
+        capsys.readouterr()
+        code = 0
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return code, *capsys.readouterr()
 
     return run
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from collecting import pytest_collection_finish  # noqa: F401  a hook
-from commands import elsewhere, esper  # noqa: F401  fixtures for all
+from collecting import pytest_collection_finish, pytest_collection_modifyitems  # noqa: F401  hooks
+from commands import elsewhere, esper, script  # noqa: F401  fixtures for all
 from disks import full, full_device, tmpfs  # noqa: F401  fixtures for all
 from views import allowed, random_view, view  # noqa: F401  fixtures for all
 

@@ -74,14 +74,13 @@ def test_a_controller_of_another_package_adds_its_row_below_the_anchor_and_other
     assert re.fullmatch(rf"rows/other.json is of version {SUITE - 1} of the suite, and .*\n", refused.stderr)
 
 
-def test_the_tables_of_the_readme_are_those_of_the_rows():
+def test_the_tables_of_the_readme_are_those_of_the_rows(script):
     readme = (BENCH / "README.md").read_text(encoding="utf-8")
     suites = list((BENCH / "docs" / "leaderboard").iterdir())
     assert suites
     for suite in suites:
-        command = [sys.executable, str(SCRIPT), suite.name, "--out", str(suite)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        table = "\n".join(line for line in done.stdout.splitlines() if line.startswith("|"))
+        code, out, err = script(SCRIPT, suite.name, "--out", str(suite))
+        assert code == 0, err
+        table = "\n".join(line for line in out.splitlines() if line.startswith("|"))
         assert f"### `{suite.name}`" in readme
         assert table in readme

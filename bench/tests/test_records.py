@@ -1,8 +1,6 @@
 """Test that records of figures carry the version of the suite, and those of another version are refused."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -44,13 +42,12 @@ def test_files_of_another_format_or_cut_short_are_refused_by_name(tmp_path, cont
             load(tmp_path / name)
 
 
-def test_no_table_is_made_of_records_of_another_version(tmp_path):
+def test_no_table_is_made_of_records_of_another_version(tmp_path, script):
     (tmp_path / "letters, 2 bits.json").write_text(json.dumps({"suite": records.SUITE + 1, "network": "letters"}))
-    command = [sys.executable, str(BENCH / "scripts/study_real_networks.py"), "--tables", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "letters, 2 bits.json is of version" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    code, _, err = script(BENCH / "scripts/study_real_networks.py", "--tables", "--out", str(tmp_path))
+    assert code == 2
+    assert "letters, 2 bits.json is of version" in err
+    assert len(err.splitlines()) == 1
 
 
 def test_the_readme_of_the_bench_names_the_version_of_its_figures():

@@ -58,15 +58,13 @@ def test_a_learner_reads_which_blueprint_is_right_from_the_sensor_of_that_bluepr
     assert len(climbed.rows) == 20
 
 
-def test_the_script_writes_one_score_a_seed_and_refuses_a_rung_that_is_not_there(tmp_path):
+def test_the_script_writes_one_score_a_seed_and_refuses_a_rung_that_is_not_there(tmp_path, script):
     command = [sys.executable, str(SCRIPT), "--rung", "slot", "--seeds", "2", "--rounds", "1", "--json", "scores.json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     written = json.loads((tmp_path / "scores.json").read_text())
     assert len(written["scores"]) == len(written["curves"]) == 2
     assert "| mean |" in done.stdout
-    refused = subprocess.run(
-        [*command[:2], "--rung", "stairs"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert refused.returncode == 2
-    assert "there is no rung 'stairs'; the rungs are slot," in refused.stderr
+    code, _, err = script(SCRIPT, "--rung", "stairs")
+    assert code == 2
+    assert "there is no rung 'stairs'; the rungs are slot," in err
