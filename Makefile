@@ -10,9 +10,8 @@ VENV ?= .venv
 # One thread a process: the arrays are small, and sums then come in one order.
 export OMP_NUM_THREADS ?= 1
 
-PARALLEL := -n auto --dist loadscope
 # in the order of tests/collecting.py, and not the modules of most tests first
-ORDERED := $(PARALLEL) --no-loadscope-reorder
+ORDERED := -n auto --dist loadscope --no-loadscope-reorder
 # Campaigns wait a third of their time, for processes that they stop or kill.
 WAITING := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) \* 3 / 2) --dist loadscope --no-loadscope-reorder
 
@@ -33,7 +32,7 @@ test-campaigns: install-dev
 	$(VENV)/bin/python -m pytest $(WAITING) -m "campaign and not slow" --durations=20 $$(grep -rl --include="test_*.py" mark.campaign tests)
 
 test-bench: install-bench
-	cd bench && $(abspath $(VENV))/bin/python -m pytest $(PARALLEL) --durations=20
+	cd bench && $(abspath $(VENV))/bin/python -m pytest $(ORDERED) --durations=20
 
 test-third-party: install-third-party
 	$(VENV)/bin/python -m pytest $(ORDERED) -m "third_party and not slow" --durations=20 tests/third_party
@@ -43,7 +42,7 @@ test-browser: install-dev install-browser
 
 test-all: test test-campaigns test-bench test-third-party
 	$(VENV)/bin/python -m pytest $(ORDERED) -m slow
-	cd bench && $(abspath $(VENV))/bin/python -m pytest $(PARALLEL) -m slow
+	cd bench && $(abspath $(VENV))/bin/python -m pytest $(ORDERED) -m slow
 
 docs: install-docs
 	$(VENV)/bin/mkdocs build --strict --quiet
