@@ -9,6 +9,7 @@ from esper.leyline.data.task import Pixels, Split, Task
 from esper.leyline.lifecycle.streams import Kind
 from esper.tasks.hosts.factories import CNN, MAP_MENU
 from esper.tasks.objectives import Classification
+from esper.tasks.splits import Splits
 
 MAPS = tuple(name for kind, name in BLUEPRINTS if kind == Kind.MAP)
 INPUTS = (2, 9, 8)
@@ -30,7 +31,13 @@ def pictures(*, host=HOST, menu=MAP_MENU, pixels=PIXELS):
     """Make a task that trains in milliseconds."""
     train, probe, validation, test = (drawn(n, seed=n) for n in (96, 40, 24, 30))
     return Task(
-        "pictures", "bright halves", host, train, probe, validation, test, Classification(3), menu, pixels=pixels
+        name="pictures",
+        summary="bright halves",
+        host=host,
+        **Splits(train, probe, validation, test)._asdict(),
+        objective=Classification(3),
+        menu=menu,
+        pixels=pixels,
     )
 
 

@@ -234,7 +234,7 @@ def repair_skips() -> Mixture:
 
     def sample(key: int) -> Instance:
         instance = mixture.sample(key)
-        return instance._replace(host=Skipped(instance.host, places))
+        return replace(instance, host=Skipped(instance.host, places))
 
     room = mixture.room._replace(host=Skipped(mixture.room.host, places))
     return replace(mixture, name="repair-skips", room=room, sample=sample)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -392,7 +393,7 @@ def drawn(key):
     offset = torch.full((len(task.probe.y), 1), key)
     if key >= 10:
         offset[::2] = 0
-    return task.instance(key)._replace(probe=Split(task.probe.x + offset, task.probe.y))
+    return replace(task, probe=Split(task.probe.x + offset, task.probe.y))
 
 
 def test_instances_have_budgets_of_their_own_and_one_that_returns_goes_on_with_its_own():

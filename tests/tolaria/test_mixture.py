@@ -58,8 +58,8 @@ def mixture():
 
 def alone(key):
     own = problem(key)
-    objective = Classification(own.outputs)
-    return Task("one", "", own.host, own.train, own.probe, own.validation, None, objective, MENU)
+    parts = {"train": own.train, "probe": own.probe, "validation": own.validation, "test": None}
+    return Task(name="one", summary="", host=own.host, **parts, objective=Classification(own.outputs), menu=MENU)
 
 
 DECISIONS = {}
@@ -122,7 +122,7 @@ def test_what_is_padded_stays_exactly_zero():
 def test_the_space_says_which_hosts_are_frozen_after_a_restart_too():
     def sample(key):
         made = problem(key)
-        return made._replace(host=lambda: made.host().requires_grad_(key != 1))
+        return replace(made, host=lambda: made.host().requires_grad_(key != 1))
 
     config = small_config(envs=4, twin=True)
     engine, again = (VectorizedEngine(replace(mixture(), sample=sample), config) for _ in range(2))
@@ -162,7 +162,7 @@ def test_instances_that_share_features_keep_their_own_hosts_and_labels():
 
     def sample(key):
         host, probe = hosts[key], shared.probe
-        return shared._replace(host=lambda: host().double(), probe=probe._replace(y=(probe.y + key) % 4))
+        return replace(shared, host=lambda: host().double(), probe=probe._replace(y=(probe.y + key) % 4))
 
     engine = VectorizedEngine(replace(mixture(), sample=sample), small_config(envs=2))
     view = engine.reset()

@@ -1,5 +1,7 @@
 """Test outputs of any shape, in whole populations: labels and targets of several positions, and hosts of their own dtype."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.slots import SlotSpec
 from esper.tasks.objectives import Classification, Regression
+from esper.tasks.splits import Splits
 from esper.tolaria.engine import VectorizedEngine
 from populations import MENU, Script, blobs, small_config
 
@@ -53,7 +56,8 @@ def task_of(labels, host, objective, **options):
         for name in ("train", "probe", "validation", "test")
         for part in [getattr(task, name)]
     }
-    return Task("several", "", host, **parts, objective=objective, menu=MENU, defaults=task.defaults, **options)
+    named = {"name": "several", "summary": "", "defaults": task.defaults, **options}
+    return Task(host=host, **parts, objective=objective, menu=MENU, **named)
 
 
 def grown(task):
@@ -145,7 +149,16 @@ def test_an_output_that_a_row_of_a_mixture_does_not_have_is_minus_infinity_at_ev
     lengths = Lengths(probe=24, held=16)
     ranges = {"training": range(2), "validation": range(2, 2), "heldout": range(2, 2)}
     room = Room(problem(0).host, (6,), lengths)
-    mixture = Mixture("two", "", room, problem, None, ranges, Classification(3), MENU)
+    mixture = Mixture(
+        name="two",
+        summary="",
+        room=room,
+        sample=problem,
+        test=None,
+        ranges=ranges,
+        objective=Classification(3),
+        menu=MENU,
+    )
     engine, measured = grown(mixture)
     assert np.isfinite(measured).all()
     population = engine.population
@@ -194,18 +207,7 @@ def test_an_objective_that_returns_another_shape_is_refused():
 def test_parameters_keep_the_dtype_of_the_host_whatever_that_of_the_data(of_data, of_host):
     task = blobs(dtype=of_data)
     made = task.host
-    task = Task(
-        "cast",
-        "",
-        lambda: made().to(of_host),
-        task.train,
-        task.probe,
-        task.validation,
-        task.test,
-        task.objective,
-        MENU,
-        task.defaults,
-    )
+    task = replace(task, host=lambda: made().to(of_host), room=None)
     engine, measured = grown(task)
     assert engine.population.body.dtype == of_host
     assert np.isfinite(measured).all()
@@ -235,7 +237,8 @@ def test_whole_numbers_stay_whole_and_no_seed_reads_them():
     for _ in range(4):
         x = torch.randint(9, (120, 4), generator=generator)
         parts.append(Split(x, (x[:, 0] + x[:, 1]) % 3))
-    task = Task("ids", "", Ids, *parts, Classification(3), (*MENU, "skip-mlp"))
+    menu = (*MENU, "skip-mlp")
+    task = Task(name="ids", summary="", host=Ids, **Splits(*parts)._asdict(), objective=Classification(3), menu=menu)
     engine, measured = grown(task)
     fits = {name: engine.population.body.layout.fits[:, k] for k, name in enumerate(task.menu)}
     assert engine.population.body.dtype == torch.float32

@@ -11,7 +11,7 @@ All but the twin are separate populations, which are trained after the growth an
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -197,20 +197,20 @@ def _plain(task: AnyTask, grown: GrowthResult, twins: bool) -> list[_Population]
         instance = task.instance(key)
         at = id(instance.host), parameters
         if at not in known:
-            known[at] = _plain_host(task, instance, parameters)
+            known[at] = _plain_host(instance, parameters)
         hosts.append(known[at])
     same = [host == task.instance(key).host for host, key in zip(hosts, grown.instance.tolist(), strict=True)]
     envs = np.flatnonzero(~np.array(same) | (not twins))
     return _laid_out(task, grown.instance, [hosts[env] for env in envs], envs)
 
 
-def _plain_host(task: AnyTask, instance: Instance, parameters: int) -> Factory:
+def _plain_host(instance: Instance, parameters: int) -> Factory:
     """Return the factory of the plain network for the host of an instance, with at least `parameters` parameters.
 
     InputError if it has none.
     """
-    if isinstance(task, Task) and task.plain is not None:
-        made = task.plain(parameters)
+    if instance.plain is not None:
+        made = instance.plain(parameters)
         with drawn_with(0):
             size = count(made())
         if size < parameters:
@@ -268,14 +268,14 @@ def _skips(task: AnyTask, grown: GrowthResult, twins: bool) -> list[_Population]
     return [_Population(np.arange(len(rows)), _with_hosts(task, grown.instance, rows, room))]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Rowwise(Task):
     """Gives its instances different hosts."""
 
     hosts: Mapping[int, Factory] = field(default_factory=dict)  # by key of the instance
 
     def instance(self, key: int) -> Instance:
-        return super().instance(key)._replace(host=self.hosts[key])
+        return replace(self, host=self.hosts[key])
 
 
 def _with_hosts(task: AnyTask, instance: Keys, hosts: Sequence[Factory], room: Room | None) -> AnyTask:
@@ -285,9 +285,9 @@ def _with_hosts(task: AnyTask, instance: Keys, hosts: Sequence[Factory], room: R
         assert room is not None
         sample = task.sample
         return replace(
-            task, room=room._replace(lengths=task.lengths), sample=lambda key: sample(key)._replace(host=by_key[key])
+            task, room=room._replace(lengths=task.lengths), sample=lambda key: replace(sample(key), host=by_key[key])
         )
-    known = {name: getattr(task, name) for name in task.__dataclass_fields__}
+    known = {each.name: getattr(task, each.name) for each in fields(task) if each.init}
     return _Rowwise(**{**known, "host": hosts[0], "room": room, "hosts": by_key})
 
 

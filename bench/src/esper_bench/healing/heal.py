@@ -249,7 +249,7 @@ def with_intact(
     sample: Callable[[int], Instance], intact: Callable[[int], tuple[nn.Module, Batch]]
 ) -> Callable[[int], Instance]:
     """Add to the instances of `sample` an intact network and inputs (N, ...) of it, which `intact` returns for a key."""
-    return lambda key: sample(key)._replace(intact=partial(intact, key))
+    return lambda key: replace(sample(key), intact=partial(intact, key))
 
 
 Build = Callable[[HealCase], Callable[[], nn.Module]]

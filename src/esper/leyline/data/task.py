@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -269,7 +269,8 @@ class Objective(Protocol):
 
 
 @brief
-class Instance(NamedTuple):
+@dataclass(frozen=True)
+class Instance:
     """Holds one problem to grow a network for: what the rows of one instance share.
 
     Attributes:
@@ -279,15 +280,17 @@ class Instance(NamedTuple):
         validation (Split): read by the selection of models and policies
         outputs (int): classes or targets of this instance, the last axis of outputs, at most those of the task's objective
         pixels (Pixels or None): how images that are kept as bytes are read, where an example is one tensor
-        scaling (Scaling or None): of features that a host reads standardized, where an example is one tensor
+        scaling (Scaling or None): of features that a host reads standardized, where an example is one tensor; the splits hold
+            them as they came
         classes (labels or None): the class of each output; None numbers them from 0
         weights ((N,) tensor or None): weights of the train split's examples in the training loss; None counts all alike
         columns (names or None): names of the features, where they came in a frame
-        target_scaling (Scaling or None): of targets that a host returns standardized
+        target_scaling (Scaling or None): of targets that a host returns standardized; the splits hold them as they came
         source (Source or None): what the optimizer reads instead of `train`, which then holds the first `SENSED` of its examples
         intact (callable or None): returns a network of the host's shape before it was damaged, and the inputs of the train split
             as that network reads them; the sensor `drift` compares the host with it
-        preprocess (Preprocess or None): what made the splits of raw features
+        preprocess (Preprocess or None): what made the splits of raw features, and is saved with grown networks
+        plain (callable or None): from a number of parameters to a function that returns a plain host of at least that many
     """
 
     host: Callable[[], nn.Module]
@@ -304,6 +307,12 @@ class Instance(NamedTuple):
     source: Source | None = None
     intact: Callable[[], tuple[nn.Module, Batch]] | None = None
     preprocess: Preprocess | None = None
+    plain: Callable[[int], Callable[[], nn.Module]] | None = None
+
+    def __init_subclass__(cls) -> None:
+        """Describe the fields of an instance behind those that the docstring of a subclass describes."""
+        listed = (Instance.__doc__ or "").partition("Attributes:\n")[2]
+        cls.__doc__ = f"{(cls.__doc__ or '').rstrip()}\n{listed}"
 
     def read(self, x: Batch, dtype: torch.dtype | None = None) -> Batch:
         """Read examples of a split as a host does: leaves (N, ...), the floating-point ones in a dtype where it is given."""
@@ -353,90 +362,78 @@ class Room(NamedTuple):
     lengths: Lengths | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Problems:
+    """Holds what a `Task` and a `Mixture` have alike; their docstrings describe the fields."""
+
+    name: str
+    summary: str
+    test: Any
+    objective: Objective
+    menu: tuple[str, ...]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    room: Room | None = None
+
+    def sealed(self) -> Self:
+        """Return the same without its test data: all that an engine is given."""
+        return replace(self, test=None)
+
+    @property
+    def _layout(self) -> Room:
+        assert self.room is not None, "a mixture names the largest host, and a task has a host"
+        return self.room
+
+    @property
+    def inputs(self) -> Shapes:
+        """Shape of one input of the largest host, or of each of its leaves."""
+        return self._layout.inputs
+
+    @property
+    def lengths(self) -> Lengths | None:
+        """What every row's splits are padded to; None where rows share every split, and none is padded."""
+        return self._layout.lengths
+
+    def largest(self) -> nn.Module:
+        """Return a host in whose leading corner every instance's host fits."""
+        return self._layout.host()
+
+
 @brief
-@dataclass(frozen=True)
-class Task:
+@dataclass(frozen=True, kw_only=True)
+class Task(Instance, _Problems):
     """Pairs one data set with one host: every environment is the same problem from another start.
+
+    It is its own `Instance`, the same for every key, and has the fields of one. Fields are given by name, and `outputs`, those of
+    the objective, is not given.
 
     Attributes:
         name (str): name of the task
         summary (str): one line for `esper tasks`
-        host (callable): returns a freshly initialised `SegmentedHost`, drawn from torch's generator
-        train (Split): read by the optimizer
-        probe (Split): read by gates, rewards and attribution
-        validation (Split): read by the selection of models and policies
         test (Split or None): read by the final evaluation alone; None in the copy that an engine holds
         objective (Objective): loss, metric and number of outputs
         menu (names): names of the blueprints that may be planted
         defaults (mapping): config that the task sets, under the user's own
         room (Room or None): layout of a row; None lays it out for the host itself
-        pixels (Pixels or None): how images that are kept as bytes are read, where an example is one tensor
-        scaling (Scaling or None): of features that hosts read standardized, where an example is one tensor; the splits hold
-            them as they came
-        classes (labels or None): what the labels of y are called, in order; None numbers them from 0
-        weights ((N,) tensor or None): weights of the train split's examples in the training loss; None counts all alike
-        columns (names or None): names of the features, where they came in a frame
-        plain (callable or None): from a number of parameters to a function that returns a plain host of at least that many
-        target_scaling (Scaling or None): of targets that hosts return standardized; the splits hold them as they came
-        source (Source or None): what the optimizer reads instead of `train`, which then holds the first `SENSED` of its examples
-        preprocess (Preprocess or None): what made the splits of raw features, and is saved with grown networks
     """
 
-    name: str
-    summary: str
-    host: Callable[[], nn.Module]
-    train: Split
-    probe: Split
-    validation: Split
+    outputs: int = field(init=False, repr=False)
     test: Split | None
-    objective: Objective
-    menu: tuple[str, ...]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    room: Room | None = None
-    pixels: Pixels | None = None
-    scaling: Scaling | None = None
-    classes: tuple[Label, ...] | None = None
-    weights: Tensor | None = None
-    columns: tuple[str, ...] | None = None
-    plain: Callable[[int], Callable[[], nn.Module]] | None = None
-    target_scaling: Scaling | None = None
-    source: Source | None = None
-    preprocess: Preprocess | None = None
 
-    def sealed(self) -> "Task":
-        """Return the same task without its test split: all that an engine is given."""
-        return replace(self, test=None)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "outputs", self.objective.outputs)
 
     @property
-    def inputs(self) -> Shapes:
-        """Shape of one input of the largest host, or of each of its leaves."""
-        return self.room.inputs if self.room is not None else shapes(self.train.x)
+    def _layout(self) -> Room:
+        return self.room or Room(self.host, shapes(self.train.x))
 
     @property
     def examples(self) -> int:
         """The number of training examples."""
         return len(self.train.y) if self.source is None else len(self.source)
 
-    @property
-    def lengths(self) -> None:
-        """Rows share every split, and none is padded."""
-        return None
-
-    def largest(self) -> nn.Module:
-        """Return a host in whose leading corner every instance's host fits."""
-        return self.room.host() if self.room is not None else self.host()
-
     def instance(self, key: int) -> Instance:
         """Return the same for every key."""
-        shared = {name: getattr(self, name) for name in Instance._fields if name not in ("outputs", "intact")}
-        return Instance(outputs=self.objective.outputs, **shared)
-
-    def read(self, x: Batch, dtype: torch.dtype | None = None) -> Batch:
-        """Read examples of a split as a host does: leaves (N, ...), the floating-point ones in a dtype where it is given.
-
-        A grown network reads them as they are.
-        """
-        return self.instance(0).read(x, dtype)
+        return self
 
     def test_split(self, key: int) -> Split | None:
         """Return what the final evaluation of an instance reads; None in a sealed task."""
@@ -448,54 +445,32 @@ class Task:
 
 
 @brief
-@dataclass(frozen=True)
-class Mixture:
+@dataclass(frozen=True, kw_only=True)
+class Mixture(_Problems):
     """Samples problems by key: hosts of other widths, other data, one number of segments and slots.
 
-    A row of a smaller host sits in the leading corner of the largest, and everything else of it is exactly 0.
+    A row of a smaller host sits in the leading corner of the largest, and everything else of it is exactly 0. Fields are given
+    by name.
 
     Attributes:
         name (str): name of the mixture
         summary (str): one line for `esper tasks`
-        room (Room): layout of a row: the largest host and the longest splits
-        sample (callable): from a key to its `Instance`
         test (callable or None): from a key to its test `Split`; None in the copy that an engine holds
-        ranges (mapping): disjoint ranges of keys, of 'training', 'validation' and 'heldout' instances
         objective (Objective): loss, metric and number of outputs
         menu (names): names of the blueprints that may be planted
         defaults (mapping): config that the mixture sets, under the user's own
+        room (Room): layout of a row: the largest host and the longest splits
+        sample (callable): from a key to its `Instance`
+        ranges (mapping): disjoint ranges of keys, of 'training', 'validation' and 'heldout' instances
     """
 
-    name: str
-    summary: str
     room: Room
     sample: Callable[[int], Instance]
     test: Callable[[int], Split] | None
     ranges: Mapping[str, range]
-    objective: Objective
-    menu: tuple[str, ...]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.room.lengths is not None, "a row of a mixture is padded to lengths that its room names"
-
-    @property
-    def inputs(self) -> Shapes:
-        """Shape of one input of the largest host, or of each of its leaves."""
-        return self.room.inputs
-
-    @property
-    def lengths(self) -> Lengths | None:
-        """What every row's splits are padded to."""
-        return self.room.lengths
-
-    def sealed(self) -> "Mixture":
-        """Return the same mixture without its test splits: all that an engine is given."""
-        return replace(self, test=None)
-
-    def largest(self) -> nn.Module:
-        """Return a host in whose leading corner every instance's host fits."""
-        return self.room.host()
 
     def instance(self, key: int) -> Instance:
         """Return the instance of a key, the same in every run."""

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -121,7 +121,7 @@ class ResidentData:
         self.fresh, self.set_aside = None, [np.zeros(0, np.int64)] * len(row)
         if config.gates.certify is not None:
             parts = [set_aside(each.probe, config.gates.certify_share, config.seed) for each in self.problems]
-            self.problems = [each._replace(probe=probe) for each, (probe, _) in zip(self.problems, parts, strict=True)]
+            self.problems = [replace(each, probe=probe) for each, (probe, _) in zip(self.problems, parts, strict=True)]
             digests = [example_digests(*fresh).cpu().numpy() for _, fresh in parts]
             self.set_aside = [digests[index] for index in row]
             self.fresh = self.stacked([fresh for _, fresh in parts], row, "probe")
@@ -152,12 +152,12 @@ class ResidentData:
             for part in ("train", "probe", "validation")
         )
         with drawn_with(0):
-            few = self.few(problem._replace(train=train))
+            few = self.few(replace(problem, train=train))
             check_host(problem.host(), few, problem.outputs, objective=self.task.objective, y=train.y[:2])
         weights = problem.weights
         if weights is not None and len(train.y) < len(weights):
             weights = weights[~nonfinite(problem.train)]
-        return problem._replace(train=train, probe=probe, validation=validation, weights=weights)
+        return replace(problem, train=train, probe=probe, validation=validation, weights=weights)
 
 
 def sound_splits(splits: Sequence[Split], task: AnyTask, config: Config) -> list[Split]:
@@ -506,13 +506,12 @@ def widenings_of(task: AnyTask, config: Config) -> tuple[HiddenWidening, ...]:
             f"widen.at is set, but the hosts of {task.name} differ from instance to instance, and only hosts of one task "
             "become wider together; leave widen out"
         )
-    problem = Task.instance(task, 0)  # of any key, where rows have hosts of their own
     dtype = dtype_of(drawn_host(task.largest))
-    few = on_cpu(problem.read(picked(problem.train.x, slice(2))), dtype)
+    few = on_cpu(task.read(picked(task.train.x, slice(2))), dtype)
     rows, copies = _rows_and_copies(task, config)
     most = available_memory(resolve_device(config.device)) / (rows * copies)
     widen = config.widen
-    return plan_widenings(problem.host, menu_of(task, config), few, dtype, widen.factor, len(widen.at), most)
+    return plan_widenings(task.host, menu_of(task, config), few, dtype, widen.factor, len(widen.at), most)
 
 
 def _rows_and_copies(task: AnyTask, config: Config) -> tuple[int, int]:
