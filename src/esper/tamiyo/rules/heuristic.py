@@ -4,7 +4,6 @@ E environments, S slots, K blueprints.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from enum import IntEnum
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 from esper.leyline.config.tree import GatesConfig, HeuristicConfig
 from esper.leyline.lifecycle.actions import Actions, Head, Ints, Op
 from esper.leyline.lifecycle.masks import complete, defaults
-from esper.leyline.lifecycle.stages import ADDED, IN_BUDGET, Stage, among
+from esper.leyline.lifecycle.stages import ADDED, IN_BUDGET, MeantNumber, Stage, among
 from esper.leyline.lifecycle.view import MISSING, Bools, Floats, Outcome, Space, View, sensor
 from esper.leyline.text import nothing_planted
 from esper.tamiyo.rules.baselines import Rule
@@ -28,14 +27,22 @@ VAIN = 3
 """Measurements in a row by which nothing is missing anywhere, after which no more seeds are planted."""
 
 
-class PlantingObstacle(IntEnum):
-    """Says why the rule planted no seed although the masks allowed it."""
+class PlantingObstacle(MeantNumber):
+    """Says why the rule planted no seed although the masks allowed it, and what to change."""
 
-    NONE = 0
-    LATE = 1  # too few steps are left
-    UNMEASURED = 2  # the metric is nan
-    REACHED = 3  # the metric is not below `plant_below`
-    EVEN = 4  # no segment is narrow, and a seed incubates or the metric is not below `weak_below`
+    NONE = 0, "nothing prevented it"
+    LATE = (
+        1,
+        "the run has {steps} steps of one decision each, which are too few to plant, train and keep a seed; raise steps, or "
+        "lower heuristic.spare_steps ({spare_steps}), gates.min_training_steps or gates.min_holding_steps",
+    )
+    UNMEASURED = 2, "the metric is not a number; check the data and the loss"
+    REACHED = 3, "{come}, and the heuristic plants below {plant_below:.0%}; raise heuristic.plant_below"
+    EVEN = (
+        4,
+        "no segment is narrow by heuristic.narrow_from ({narrow_from:g}), {come}, and the heuristic plants in such a host below "
+        "{weak_below:.0%}; raise heuristic.weak_below",
+    )
 
 
 class Heuristic(Rule):
@@ -142,9 +149,16 @@ class Heuristic(Rule):
         sentences = []
         for obstacle in list(PlantingObstacle)[1:]:
             where = ~self._planted & (self._obstacle == obstacle)
-            if where.any():
-                begin = nothing_planted(int(where.sum()), len(where))
-                sentences.append(f"{begin}: {self._sentence(obstacle, self._share[where])}")
+            if not where.any():
+                continue
+            share = self._share[where]
+            low, high = (f"{min(max(float(each), 0.0), 1.0):.0%}" for each in (share.min(), share.max()))
+            covered = low if low == high else f"{low} to {high}"
+            come = f"the metric had covered {covered} of the way from the best constant prediction to a perfect one"
+            if (share < 0).all():
+                come = "the metric was below that of the best constant prediction"
+            why = obstacle.meaning.format(come=come, steps=self._steps, **self.config.model_dump())
+            sentences.append(f"{nothing_planted(int(where.sum()), len(where))}: {why}")
         if self._blind:
             sentences.append(
                 "no segment of the host has inner features that can be measured (SlotSpec.inner), so the heuristic could not "
@@ -314,29 +328,6 @@ class Heuristic(Rule):
             return f"{place}; {planted} {kind}"
 
         return where, score, blueprint, plain, why
-
-    def _sentence(self, obstacle: PlantingObstacle, share: Floats) -> str:
-        """Return the condition that prevented planting in networks of these relative metrics, and the key that changes it."""
-        config = self.config
-        low, high = (f"{min(max(float(each), 0.0), 1.0):.0%}" for each in (share.min(), share.max()))
-        covered = low if low == high else f"{low} to {high}"
-        come = f"the metric had covered {covered} of the way from the best constant prediction to a perfect one"
-        if (share < 0).all():
-            come = "the metric was below that of the best constant prediction"
-        if obstacle == PlantingObstacle.LATE:
-            return (
-                f"the run has {self._steps} steps of one decision each, which are too few to plant, train and keep a seed; "
-                f"raise steps, or lower heuristic.spare_steps ({config.spare_steps}), gates.min_training_steps or "
-                "gates.min_holding_steps"
-            )
-        if obstacle == PlantingObstacle.UNMEASURED:
-            return "the metric is not a number; check the data and the loss"
-        if obstacle == PlantingObstacle.REACHED:
-            return f"{come}, and the heuristic plants below {config.plant_below:.0%}; raise heuristic.plant_below"
-        return (
-            f"no segment is narrow by heuristic.narrow_from ({config.narrow_from:g}), {come}, and the heuristic plants in such "
-            f"a host below {config.weak_below:.0%}; raise heuristic.weak_below"
-        )
 
 
 def _own_cost(view: View) -> Ints:

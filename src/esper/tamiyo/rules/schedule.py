@@ -20,26 +20,28 @@ from esper.leyline.config.parsing import LARGEST_YAML, parse_yaml
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import RELEVANT, Actions, Blend, Head, Ints, Op
 from esper.leyline.lifecycle.masks import OPEN, allowed_of, choices_of, complete, defaults
-from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
+from esper.leyline.lifecycle.stages import IN_BUDGET, MeantNumber, Stage, among
 from esper.leyline.lifecycle.view import Bools, Outcome, Space, View
 from esper.leyline.text import counted
 from esper.store.disk import read_named
 from esper.tamiyo.rules.baselines import Rule
 
 
-class EntryObstacle(IntEnum):
-    """Says why a pending entry was not carried out at a decision."""
+class EntryObstacle(MeantNumber):
+    """Says why a pending entry was not carried out at a decision, and what to change."""
 
-    NONE = 0
-    EARLY = 1  # the step is before `at`
-    BUSY = 2  # the slot holds a seed, or is under embargo after one
-    FULL = 3  # the environment holds lifecycle.max_seeds seeds
-    INCUBATING = 4  # lifecycle.max_training_seeds seeds incubate in the environment
-    NO_SEED = 5  # the slot holds no seed at the stage that the operation needs
-    GATE = 6  # the gate refuses the seed
-    CHOICE = 7  # the masks forbid a choice of the entry
-    TURN = 8  # another entry was carried out
-    REFUSED = 9  # the engine refused it
+    EARLY = 1, "`at` is {at}, and the last decision of {steps} is {last}; lower `at`, or raise steps"
+    BUSY = 2, "slot {slot} held a seed, or was under embargo after one; name another slot, or lower lifecycle.embargo"
+    FULL = 3, "the environment held lifecycle.max_seeds seeds already; raise lifecycle.max_seeds"
+    INCUBATING = 4, "lifecycle.max_training_seeds seeds were incubating; raise that key, or steps"
+    NO_SEED = 5, "slot {slot} held no seed at the stage that the operation needs; plant one earlier, or raise steps"
+    GATE = (
+        6,
+        "the gate of the seed at {slot} refused it until the last decision; lower {gate}, set gates.permissive, or raise steps",
+    )
+    CHOICE = 7, "the masks did not allow the choices of the entry; leave them out"
+    TURN = 8, "other entries came first, and a decision carries out one; raise steps"
+    REFUSED = 9, "the engine refused it; `refused` in the summary says why"
 
 
 def _by_name(kind: type[IntEnum]) -> BeforeValidator:
@@ -110,7 +112,7 @@ class Schedule(Rule):
         self._pending = np.zeros((0, 0), bool)  # (E, N)
         self._refused: Bools | None = None  # (E, N) at the last decision
         self._turn = np.zeros(0, np.int64), self._pending  # (E,) last entry, and (E, N) pending entries before it
-        self._obstacle = np.zeros((0, 0), np.int8)  # (E, N) an EntryObstacle, of the last decision since the step `at`
+        self._obstacle = np.zeros((0, 0), np.int8)  # (E, N) an EntryObstacle, of the last decision
         self._steps = 0
 
     def act(self, view: View) -> Actions:
@@ -121,7 +123,6 @@ class Schedule(Rule):
         if view.step == 0 or not len(self._pending):
             self._pending = np.tile(plan.parent < 0, (len(view.masks.op), 1))
             self._refused = None
-            self._obstacle = np.zeros(self._pending.shape, np.int8)
         ready = self._pending & (plan.at <= view.step) & allowed_of(view.masks, plan.decisions, plan.free)
         if self._refused is not None:
             ready &= ~self._refused
@@ -129,8 +130,8 @@ class Schedule(Rule):
         now = np.where(ready, np.int8(EntryObstacle.TURN), _obstacles(plan, view))
         if self._refused is not None:
             now = np.where(self._refused, np.int8(EntryObstacle.REFUSED), now)
-        early = np.where(self._obstacle == 0, np.int8(EntryObstacle.EARLY), self._obstacle)
-        self._obstacle, self._steps = np.where(plan.at <= view.step, now, early), view.steps
+        self._obstacle = np.where(plan.at <= view.step, now, np.int8(EntryObstacle.EARLY))
+        self._steps = view.steps
         self._turn, self._refused = (turn, self._pending), None
         self._pending = (self._pending & ~plan.ends[turn]) | (plan.parent == turn[:, None])
         op, slot, *others = plan.decisions[turn].T
@@ -157,38 +158,20 @@ class Schedule(Rule):
         if not len(self._pending):
             return []
         sentences = []
+        gates = {
+            Op.ADVANCE: "gates.gain_z or gates.min_training_steps",
+            Op.FOSSILIZE: "gates.min_holding_steps, gates.min_contribution or gates.contribution_z",
+        }
+        known = {"steps": counted(self._steps, "step"), "last": self._steps - 1}
         for row, (number, entry) in enumerate(_expanded(self.entries)):
+            own = {**known, "at": entry.at, "slot": entry.slot, "gate": gates.get(entry.op)}
             for cause in EntryObstacle:
                 where = self._pending[:, row] & (self._obstacle[:, row] == cause)
                 if where.any():
                     done = f"{entry.op.name} of entry {number} of {self.source} was not carried out"
                     envs = f"{int(where.sum())} of {counted(len(where), 'environment')}"
-                    sentences.append(f"{done} in {envs}: {self._cause(cause, entry)}")
+                    sentences.append(f"{done} in {envs}: {cause.meaning.format(**own)}")
         return sentences
-
-    def _cause(self, cause: EntryObstacle, entry: ScheduleEntry) -> str:
-        slot = entry.slot
-        gate = (
-            "gates.gain_z or gates.min_training_steps"
-            if entry.op is Op.ADVANCE
-            else "gates.min_holding_steps, gates.min_contribution or gates.contribution_z"
-        )
-        return {
-            EntryObstacle.NONE: "it became due after the last decision; raise steps",
-            EntryObstacle.EARLY: f"`at` is {entry.at}, and the last decision of {counted(self._steps, 'step')} is "
-            f"{self._steps - 1}; lower `at`, or raise steps",
-            EntryObstacle.BUSY: f"slot {slot} held a seed, or was under embargo after one; name another slot, or lower "
-            "lifecycle.embargo",
-            EntryObstacle.FULL: "the environment held lifecycle.max_seeds seeds already; raise lifecycle.max_seeds",
-            EntryObstacle.INCUBATING: "lifecycle.max_training_seeds seeds were incubating; raise that key, or steps",
-            EntryObstacle.NO_SEED: f"slot {slot} held no seed at the stage that the operation needs; plant one earlier, or "
-            "raise steps",
-            EntryObstacle.GATE: f"the gate of the seed at {slot} refused it until the last decision; lower {gate}, set "
-            "gates.permissive, or raise steps",
-            EntryObstacle.CHOICE: "the masks did not allow the choices of the entry; leave them out",
-            EntryObstacle.TURN: "other entries came first, and a decision carries out one; raise steps",
-            EntryObstacle.REFUSED: "the engine refused it; `refused` in the summary says why",
-        }[cause]
 
     def state(self) -> dict[str, Any]:
         """Return the entries, and by environment the pending ones, those refused at the last decision, and the obstacles."""
