@@ -1,4 +1,5 @@
 import re
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +12,7 @@ from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
 from esper.leyline.errors import InputError
-from esper.tasks.splits import check_examples, scaling_of, sizes_of, split
+from esper.tasks.splits import Splits, check_examples, check_targets, cut, dealt, scaling_of, sizes_of
 
 N, SIZES = 120, (60, 25, 15, 20)
 
@@ -20,6 +21,10 @@ def examples(count: int = N) -> tuple[Tensor, Tensor]:
     """Make examples whose first feature numbers them, of three classes in unequal shares."""
     x = torch.stack([torch.arange(float(count)), torch.randn(count)], 1)
     return x, torch.arange(count) % 6 % 5 % 3
+
+
+def split(x: Tensor, y: Tensor, *, sizes: Sequence[int], seed: int) -> Splits:
+    return cut(x, y, dealt(y, sizes, seed))
 
 
 def test_splits_are_disjoint_and_cover_every_example() -> None:
@@ -172,4 +177,4 @@ def test_a_target_that_does_not_vary_is_refused() -> None:
     with pytest.raises(
         InputError, match=r"^target 1 is the same in all 60 examples of the train split, so it has no R2"
     ):
-        split(X, torch.cat([T, 0 * T + 0.1], 1), sizes=SIZES, seed=0)
+        check_targets(split(X, torch.cat([T, 0 * T + 0.1], 1), sizes=SIZES, seed=0))

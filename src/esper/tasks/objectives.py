@@ -121,7 +121,7 @@ class Regression(Objective):
 
         The variance is the mean squared deviation of a row's targets over B. The mean over B of the score of a whole split is
         therefore R2, averaged over targets (scikit-learn's `uniform_average`). A split whose targets are constant has no R2;
-        `splits.split` raises InputError for it.
+        `splits.check_targets` raises InputError for it.
         """
         target = self._by_output(output, target)
         variance = (target - target.mean(1, keepdim=True)).square().mean(1, keepdim=True)

@@ -12,7 +12,7 @@ import torch
 from esper.leyline.data.task import Task
 from esper.tasks.hosts.factories import MLP, VECTOR_MENU, ResidualMLP, VectorHost
 from esper.tasks.objectives import Classification
-from esper.tasks.splits import scaling_of, split
+from esper.tasks.splits import cut, dealt, scaling_of
 
 DIGITS = "1,797 handwritten digits of 8 x 8 pixels in 10 classes"
 SUMMARY = f"{DIGITS}; a residual network"
@@ -78,7 +78,8 @@ def table_task(
     batches: examples per batch, and batches per step.
     """
     x = torch.as_tensor(x, dtype=torch.get_default_dtype())
-    splits = split(x, torch.as_tensor(y, dtype=torch.int64), sizes=sizes, seed=0)
+    y = torch.as_tensor(y, dtype=torch.int64)
+    splits = cut(x, y, dealt(y, sizes, seed=0))
     return Task(
         name=name,
         summary=summary,

@@ -70,18 +70,6 @@ def sizes_of(fractions: Sequence[float], examples: int) -> tuple[int, int, int, 
     return cuts[0], cuts[1] - cuts[0], cuts[2] - cuts[1], examples - cuts[2]
 
 
-def split(x: Tensor, y: Tensor, *, sizes: Sequence[int], seed: int) -> Splits:
-    """Split examples x (N, ...), y (N,) or (N, C) at random into four splits of the given sizes, stratified by class.
-
-    The splits are a function of y, sizes and seed. Stratification: the i-th of the n examples of a class, in random order,
-    gets the position (i + 1/2) / n; all examples are sorted by position and cut into the splits. Every split
-    therefore has nearly the same share of every class. Examples with several labels are not stratified.
-    """
-    splits = cut(x, y, dealt(y, sizes, seed))
-    check_targets(splits)
-    return splits
-
-
 def cut(x: Batch, y: Tensor, parts: Sequence[Tensor]) -> Splits:
     """Return the splits with the examples of these indices, each a copy. InputError if a split has fewer than two examples."""
     for name, part in zip(Splits._fields, parts, strict=True):
@@ -106,7 +94,12 @@ def check_targets(splits: Splits) -> None:
 
 
 def dealt(y: Tensor, sizes: Sequence[int], seed: int) -> tuple[Tensor, ...]:
-    """Return the indices of the examples in parts of the given sizes, as in `split`."""
+    """Return the indices of the examples in random parts of the given sizes, stratified by class: a function of the arguments.
+
+    The i-th of the n examples of a class, in random order, gets the position (i + 1/2) / n; all examples are sorted by position
+    and cut into the parts. Every part therefore has nearly the same share of every class. Examples with several labels, and
+    those with targets, are not stratified.
+    """
     assert sum(sizes) == len(y), (sizes, y.shape)
     order = keys.permutations(keys.key(keys.Purpose.SPLIT, seed), np.array([len(y)]), torch.device("cpu"))[0]
     if not y.is_floating_point() and y.dim() == 1:
