@@ -224,16 +224,6 @@ class Heuristic(Rule):
         """Return the steps from ADVANCE to FOSSILIZE."""
         return view.space.tempos[defaults(view.space)[Head.TEMPO]] + self.gates.min_holding_steps + 1
 
-    def _affordable(self, view: View) -> Bools:
-        """Return (E, S, K) the seeds for which the budget has room beside all that are there."""
-        cost = np.broadcast_to(view.space.cost, view.masks.blueprint.shape)
-        if self.param_limit is None:
-            return np.ones(cost.shape, bool)
-        coming = among(view.seeds.stage, IN_BUDGET - ADDED)  # of the others, `added_params` has the parameters
-        spent = view.added_params + np.where(coming, _own_cost(view), 0).sum(1)
-        left = self.param_limit * view.host_params - spent
-        return cost <= left[:, None, None]
-
     def _plan(self, view: View) -> tuple[Bools, Floats, Ints, Bools, Callable[[int, int], str]]:
         """Decide where to plant: at narrow segments, or where there are none, at the weakest. Records what stands against it.
 
@@ -250,7 +240,12 @@ class Heuristic(Rule):
             _first_that_fits(config.weak_blueprints, offered, space),
         )
         chosen = np.arange(offered.shape[2]) == blueprint[..., None]
-        may: Bools = (offered & chosen & self._affordable(view)).any(2)
+        affordable: Any = True  # (E, S, K) the seeds for which the budget has room beside all that are there
+        if self.param_limit is not None:
+            coming = among(view.seeds.stage, IN_BUDGET - ADDED)  # of the others, `added_params` has the parameters
+            spent = view.added_params + np.where(coming, _own_cost(view), 0).sum(1)
+            affordable = space.cost <= (self.param_limit * view.host_params - spent)[:, None, None]
+        may: Bools = (offered & chosen & affordable).any(2)
         share = relative_metric(measured.metric, space.floor, space.ceiling)[:, None]
         blind: Bools = np.asarray(np.isnan(inner).all(1, keepdims=True))
         if may.any() and not np.isnan(sensor(view, "participation")).all():

@@ -108,6 +108,12 @@ class Schedule(Rule):
     def __init__(self, entries: Sequence[ScheduleEntry], source: str = "schedule") -> None:
         self.entries = tuple(entries)
         self.source = source  # the name of the schedule in messages
+        # every entry with its number in the list, from 1; those that a `keep` adds follow with the same number
+        self._rows: list[tuple[int, ScheduleEntry]] = []
+        for number, entry in enumerate(self.entries, 1):
+            ops = (Op.ADVANCE, Op.FOSSILIZE) if entry.keep else ()
+            added = (ScheduleEntry(at=entry.at, op=op, slot=entry.slot) for op in ops)
+            self._rows += [(number, each) for each in (entry, *added)]
         self._plan: _Plan | None = None
         self._pending = np.zeros((0, 0), bool)  # (E, N)
         self._refused: Bools | None = None  # (E, N) at the last decision
@@ -118,7 +124,7 @@ class Schedule(Rule):
     def act(self, view: View) -> Actions:
         """Return the operation of an entry, or WAIT, per environment. InputError if the space lacks a name of an entry."""
         if self._plan is None or view.step == 0:
-            self._plan = _plan(self.entries, view.space, self.source)
+            self._plan = _plan(self._rows, view.space, self.source)
         plan = self._plan
         if view.step == 0 or not len(self._pending):
             self._pending = np.tile(plan.parent < 0, (len(view.masks.op), 1))
@@ -149,7 +155,7 @@ class Schedule(Rule):
         """Return for each environment the entry that planted, kept or removed a seed at the last decision; None for others."""
         names = [
             f"entry {number} of {self.source}" if entry.op in (Op.GERMINATE, Op.PRUNE, Op.FOSSILIZE) else None
-            for number, entry in _expanded(self.entries)
+            for number, entry in self._rows
         ]
         return [[*names, None][row] for row in self._turn[0].tolist()]  # None is for the WAIT at the end
 
@@ -163,7 +169,7 @@ class Schedule(Rule):
             Op.FOSSILIZE: "gates.min_holding_steps, gates.min_contribution or gates.contribution_z",
         }
         known = {"steps": counted(self._steps, "step"), "last": self._steps - 1}
-        for row, (number, entry) in enumerate(_expanded(self.entries)):
+        for row, (number, entry) in enumerate(self._rows):
             own = {**known, "at": entry.at, "slot": entry.slot, "gate": gates.get(entry.op)}
             for cause in EntryObstacle:
                 where = self._pending[:, row] & (self._obstacle[:, row] == cause)
@@ -216,19 +222,9 @@ def _entry(item: object, where: str) -> ScheduleEntry:
     raise InputError(f"{where}: {name} is {first['input']!r}; give {accepted}")
 
 
-def _expanded(entries: Sequence[ScheduleEntry]) -> list[tuple[int, ScheduleEntry]]:
-    """Return every entry with its number in the list, from 1. The entries that a `keep` adds follow with the same number."""
-    rows: list[tuple[int, ScheduleEntry]] = []
-    for number, entry in enumerate(entries, 1):
-        rows.append((number, entry))
-        if entry.keep:
-            rows += [(number, ScheduleEntry(at=entry.at, op=op, slot=entry.slot)) for op in (Op.ADVANCE, Op.FOSSILIZE)]
-    return rows
-
-
-def _plan(entries: Sequence[ScheduleEntry], space: Space, source: str) -> _Plan:
-    """Turn the entries into indices. InputError if the space lacks a name or value of one, or its blueprint does not fit."""
-    numbers, rows = zip(*_expanded(entries), (0, ScheduleEntry(at=0, op=Op.WAIT)), strict=True)
+def _plan(entries: Sequence[tuple[int, ScheduleEntry]], space: Space, source: str) -> _Plan:
+    """Turn numbered entries into indices. InputError if the space lacks a name or value of one, or its blueprint does not fit."""
+    numbers, rows = zip(*entries, (0, ScheduleEntry(at=0, op=Op.WAIT)), strict=True)
     # of the rows of one number, the first is the GERMINATE of a `keep`
     first = [numbers.index(number) for number in numbers]
     parent = np.array([-1 if row == at else at for row, at in enumerate(first)], np.int64)
