@@ -13,7 +13,6 @@ import time
 
 import numpy as np
 import torch
-from benchmark_transformer import text
 from machine import machine_line
 
 import esper
@@ -21,6 +20,7 @@ from esper.kasmina.stack.body import APART
 from esper.leyline.config.tree import build_config
 from esper.leyline.data.task import Task
 from esper.tasks.hosts.factories import Transformer
+from esper.tasks.text import stdlib_text
 from esper.tolaria.engine import VectorizedEngine
 
 WAYS = {"at once": 2**62, "by row": 0}
@@ -39,7 +39,7 @@ def vectors(width: int) -> Task:
 
 def tokens(width: int, layers: int) -> Task:
     """Make a task of the bytes of `stdlib-text`, for a transformer."""
-    return text(Transformer(vocabulary=256, width=width, layers=layers, heads=4, length=64), (512, 16, 16, 16))
+    return stdlib_text(Transformer(vocabulary=256, width=width, layers=layers, heads=4, length=64), (512, 16, 16, 16))
 
 
 def engine_of(task: Task, envs: int, batch: int, least: int) -> VectorizedEngine:

@@ -14,11 +14,9 @@ import itertools
 import os
 import platform
 import statistics
-import sysconfig
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -29,17 +27,11 @@ from esper.leyline.config.tree import build_config
 from esper.leyline.data.keys import Purpose, key, permutations
 from esper.leyline.data.task import Task
 from esper.tasks.hosts.factories import Transformer
-from esper.tasks.text import SIZES, sources, text_task, topics
+from esper.tasks.text import SIZES, stdlib_text
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.runtime import multiplies_bfloat16
 
 LR = 1e-3
-
-
-def text(host: Transformer, sizes: tuple[int, int, int, int]) -> Task:
-    """Make a task of the bytes of `stdlib-text` for a host."""
-    folder = Path(sysconfig.get_path("stdlib"))
-    return text_task("bytes", "the bytes of stdlib-text", {**sources(folder), **topics()}, str(folder), host, sizes)
 
 
 class Block(nn.Module):
@@ -133,7 +125,7 @@ class Loop:
 def compare(shape: Transformer, envs: int, mapping: str, precision: str, sizes: tuple[int, int], turns: int) -> None:
     """Measure one population size in one precision, and print a line."""
     batch, batches = sizes
-    task = text(shape, (max(SIZES[0] // 2, (turns + 1) * batch * batches), 16, 16, 16))
+    task = stdlib_text(shape, (max(SIZES[0] // 2, (turns + 1) * batch * batches), 16, 16, 16))
     settings = {
         "envs": envs, "twin": False, "steps": 10**6, "amp": precision, "mapping": mapping, "telemetry": {"level": "off"},
         "data": {"batch_size": batch, "batches_per_step": batches},

@@ -17,7 +17,7 @@ from esper.tasks.catalog import task_names
 from esper.tasks.hosts.factories import Transformer
 from esper.tasks.objectives import Classification, NextByte
 from esper.tasks.splits import Splits
-from esper.tasks.text import HOST, LENGTH, SIZES, sources, stdlib_text, text_splits, text_task, topics
+from esper.tasks.text import HOST, LENGTH, SIZES, sources, stdlib_text, text_splits, topics
 from esper.tolaria.measure.bounds import bounds
 
 FOLDER = Path(sysconfig.get_path("stdlib"))
@@ -26,7 +26,7 @@ TINY = Transformer(vocabulary=256, width=8, layers=2, heads=2, length=16)
 
 def tiny():
     """Make the task on a host and splits that train in milliseconds."""
-    return text_task("tiny-text", "sources", sources(FOLDER), str(FOLDER), TINY, (256, 32, 32, 32))
+    return stdlib_text(TINY, (256, 32, 32, 32))
 
 
 def test_the_target_of_every_position_is_the_byte_behind_it():
@@ -72,7 +72,7 @@ def test_a_folder_without_enough_sources_is_refused_in_a_sentence(tmp_path):
     with pytest.raises(
         InputError, match=r"has 0 sequences of 16 bytes for the train split, which needs 256; give a Python"
     ):
-        text_task("none", "", sources(tmp_path), str(tmp_path), TINY, (256, 32, 32, 32))
+        text_splits(sources(tmp_path), TINY.length, (256, 32, 32, 32), str(tmp_path))
 
 
 # The metric.

@@ -51,32 +51,18 @@ UNPACKED = 2**28
 _MEND = "copy the file again"
 
 
-def stdlib_text() -> Task:
+def stdlib_text(host: Transformer = HOST, sizes: tuple[int, int, int, int] = SIZES) -> Task:
     """Read modules and help topics of the standard library of this Python, split by file: no two splits share one.
 
     The help topics are the English pages that `help("assert")` prints; each counts as a file. The data are those of the Python
     version: another version has other sources. InputError if the sources are not files.
+    sizes: sequences of `host.length` bytes in train, probe, validation and test.
     """
     folder = Path(sysconfig.get_path("stdlib"))
-    return text_task("stdlib-text", SUMMARY, {**sources(folder), **topics()}, str(folder), HOST, SIZES)
-
-
-def text_task(
-    name: str,
-    summary: str,
-    files: Mapping[str, bytes],
-    origin: str,
-    host: Transformer,
-    sizes: tuple[int, int, int, int],
-) -> Task:
-    """Return a task on the bytes of files by name: at every position of `host.length` bytes, the byte behind it.
-
-    origin: where the files are from, for messages. sizes: sequences in train, probe, validation and test.
-    """
-    splits = text_splits(files, host.length, sizes, origin)
+    splits = text_splits({**sources(folder), **topics()}, host.length, sizes, str(folder))
     return Task(
-        name=name,
-        summary=summary,
+        name="stdlib-text",
+        summary=SUMMARY,
         host=host,
         **splits._asdict(),
         objective=NextByte(host.vocabulary),
