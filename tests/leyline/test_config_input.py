@@ -63,7 +63,7 @@ def test_a_name_with_a_dot_in_the_cohorts_stays_one_name():
             {"governor.min_output_spread": 1},
             "governor.min_output_spread is 1; give a finite number of at least 0 and below 1",
         ),
-        ({"probe.coalitions_every": 0}, "probe.coalitions_every is 0; gates and attribution need coalitions"),
+        ({"probe.coalitions_every": 0}, "probe.coalitions_every is 0; give a whole number of at least 1"),
         ({"task": "a" * 5000}, None),
         ({"device": "a" * 5000}, "device is 'aaa"),
         ({"steps": "\x1b[2J\n"}, r"steps is '\x1b[2J\n'; give a whole number of at least 1"),

@@ -151,10 +151,8 @@ class LifecycleConfig(Section):
     @pydantic.field_validator("tempos")
     @classmethod
     def _check_tempos(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        if max(value) > 10**6:
-            raise ValueError("give lengths of at most 1,000,000 steps")
-        if min(value) != 0 or max(value) == 0 or len(set(value)) < len(value):
-            raise ValueError("give distinct lengths: 0, at least one above 0, and none below 0")
+        if not min(value) == 0 < max(value) <= 10**6 or len(set(value)) < len(value):
+            raise ValueError("give distinct lengths: 0, at least one above 0, none below 0, and none above 1,000,000")
         return value
 
     @pydantic.field_validator("targets")
@@ -196,8 +194,9 @@ class GatesConfig(Section):
 class ProbeConfig(Section):
     """Sets the measurements on the probe split after every step."""
 
-    coalitions_every: int = 4
-    """steps between measurements of all coalitions of live seeds; contributions are measured every step [steps]"""
+    coalitions_every: int = Field(4, ge=1)
+    """steps between measurements of all coalitions of live seeds, which gates and attribution need; contributions are measured
+    every step [steps]"""
     shapley_samples: int = Field(8, ge=2)
     """permutations, each with its reverse, that estimate the Shapley values of more than 4 live seeds [pairs]"""
     sensors_every: int | None = Field(None, ge=0)
@@ -211,13 +210,6 @@ class ProbeConfig(Section):
     def _parse_sensors(cls, value: Any) -> Any:
         mend = f"give families out of {', '.join(SENSOR_FAMILIES)}; sensors_every 0 measures none"
         return None if value is None else _chosen(value or None, SENSOR_FAMILIES, mend)
-
-    @pydantic.field_validator("coalitions_every")
-    @classmethod
-    def _check_coalitions_every(cls, value: int) -> int:
-        if value < 1:
-            raise ValueError("gates and attribution need coalitions; give 1 or more steps")
-        return value
 
 
 class RewardConfig(Section):
