@@ -99,9 +99,6 @@ ROUNDS = 4
 """Rounds of the network of `permuted`, from which on it cannot be told from a random permutation (Luby and Rackoff, 1988)."""
 
 
-_POSITIVE = np.int64((1 << 63) - 1)
-
-
 def permuted(keys: NDArray[np.int64], size: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return where a permutation of range(size), one for each key, takes an index, without computing the others.
 
@@ -120,7 +117,7 @@ def permuted(keys: NDArray[np.int64], size: int, index: NDArray[np.int64]) -> ND
     def network(rounds: Sequence[NDArray[np.int64]], index: NDArray[np.int64]) -> NDArray[np.int64]:
         left, right = np.divmod(index, width)
         for own in rounds:
-            left, right = right, (left + (mix(own ^ right) & _POSITIVE) % width) % width
+            left, right = right, (left + (mix(own ^ right) & ((1 << 63) - 1)) % width) % width
         return left * width + right
 
     image = network(rounds, index)
