@@ -250,7 +250,7 @@ def test_a_mask_of_truth_values_stays_one_and_counts_become_numbers():
         (
             {"image": np.zeros((90, 1, 8, 8)), "row_sums": np.zeros((90, 8))},
             {"standardize": True},
-            "standardize is True, but an example holds 2 tensors; leave it out",
+            "the task has standardize, but its examples are 2 tensors; leave standardize out",
         ),
         (
             {"image": np.zeros((90, 1, 8, 8)), "row_sums": np.zeros((90, 7))},

@@ -193,7 +193,7 @@ ONE_HOST = mlp()()
         (lambda: task_from("t", X / 0, Y, host=mlp()), "x holds NaN or infinite values, in examples 0, 1, 2"),
         (
             lambda: task_from("t", X, Y - 5, classes=3, host=mlp()),
-            "y holds negative labels, in examples 0, 1, 2, 3, 4, ... (90 of",
+            "y holds labels below 0 or over 2, in examples 0, 1, 2, 3, 4, ... (90 of",
         ),
         (
             lambda: task_from("t", X, 0 * Y, host=mlp()),

@@ -109,7 +109,7 @@ T = X[:, :1].clone()
     ("x", "y", "classes", "sentence"),
     [
         (X, Y[:50], 3, "x holds 120 examples and y 50; give one label or target per example"),
-        (X[0, 0], Y, 3, "x is a single number; give one row of features per example"),
+        (X[0, 0], Y, 3, "x has shape (); give at least one feature per example, as in (N, D)"),
         (X[:, 0], Y, 3, "x has shape (120,); give at least one feature per example, as in (N, D)"),
         (X[:, :0], Y, 3, "x has shape (120, 0); give at least one feature per example, as in (N, D)"),
         (
@@ -136,10 +136,10 @@ T = X[:, :1].clone()
             X,
             Y,
             2,
-            "y holds labels over 1, in examples 2, 8, 14, 20, 26, ... (20 of 120); "
+            "y holds labels below 0 or over 1, in examples 2, 8, 14, 20, 26, ... (20 of 120); "
             "number the classes from 0, or raise classes",
         ),
-        (X, Y - 1, 3, "y holds negative labels, in examples"),
+        (X, Y - 1, 3, "y holds labels below 0 or over 2, in examples"),
         (X, Y * 0, 1, "classes is 1; give examples of at least two classes, numbered from 0"),
         (
             X,

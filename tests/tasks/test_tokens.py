@@ -83,7 +83,7 @@ def test_tokens_are_grown_and_the_network_predicts_the_next(host, tmp_path):
             {"length": 9},
             "length is 9, but the windows of x hold 9 tokens, of which 8",
         ),
-        (STREAM, {"sample_weights": np.ones(249)}, "sample_weights was given, but windows of tokens take none"),
+        (STREAM, {"sample_weights": np.ones(249)}, "sample_weights was given, but windows of tokens and"),
         (STREAM, {"workers": 2}, "workers is 2, but windows of tokens in memory need none; leave workers out"),
         (STREAM[:30], {}, "the probe split "),
     ],

@@ -29,11 +29,10 @@ def check_examples(x: Batch, y: Tensor, classes: int | None) -> None:
     skip = "give the task defaults={'data': {'nonfinite': 'skip'}}"
     fill = "preprocess=SimpleImputer().fit(the training rows of x) of scikit-learn (`esper docs tasks`)"
     for name, leaf in named_leaves(x).items():
-        if leaf.dim() == 0:
-            raise InputError(f"{name} is a single number; give one row of features per example")
-        check_lengths(name, len(leaf), len(y))
+        if leaf.dim():
+            check_lengths(name, len(leaf), len(y))
         # beside other tensors, one may hold a single number for each example
-        if (leaf.dim() == 1 and isinstance(x, Tensor)) or leaf[0].numel() == 0:
+        if not leaf.dim() or (leaf.dim() == 1 and isinstance(x, Tensor)) or leaf[0].numel() == 0:
             raise InputError(
                 f"{name} has shape {tuple(leaf.shape)}; give at least one feature per example, as in (N, D)"
             )
@@ -47,14 +46,12 @@ def check_examples(x: Batch, y: Tensor, classes: int | None) -> None:
             )
         check_finite(nonfinite(Split(y, y)), "y", f"drop those examples, fill in the values, or {skip}")
         return
-    below, above = ((y < 0).reshape(len(y), -1).any(1), (y >= classes).reshape(len(y), -1).any(1))
-    if below.any():
-        raise InputError(f"y holds negative labels, in {which(below)}; number the classes from 0")
     if classes < 2:
         raise InputError(f"classes is {classes}; give examples of at least two classes, numbered from 0")
-    if above.any():
+    outside = ((y < 0) | (y >= classes)).reshape(len(y), -1).any(1)
+    if outside.any():
         raise InputError(
-            f"y holds labels over {classes - 1}, in {which(above)}; number the classes from 0, or raise classes"
+            f"y holds labels below 0 or over {classes - 1}, in {which(outside)}; number the classes from 0, or raise classes"
         )
 
 
@@ -114,6 +111,6 @@ def dealt(y: Tensor, sizes: Sequence[int], seed: int) -> tuple[Tensor, ...]:
 
 def scaling_of(x: Batch) -> Scaling:
     """Return mean and standard deviation of every feature of x (N, ...). A feature that is constant in x gets the deviation 1."""
-    x = one_tensor(x, "scaling")
+    x = one_tensor(x, "standardize")
     mean, deviation = x.mean(0), x.std(0, correction=0)
     return Scaling(mean, torch.where(x.amax(0) > x.amin(0), deviation, torch.ones_like(deviation)))

@@ -266,8 +266,6 @@ def _read(fitted: Any) -> Any:
                 fill = [_value(each, fitted) for each in fitted.statistics_]
                 return Impute(missing=_value(fitted.missing_values, fitted), fill=fill)
             case "OneHotEncoder":
-                if fitted.handle_unknown not in ("error", "ignore", "infrequent_if_exist"):
-                    raise _unsaved(fitted, f"handle_unknown={fitted.handle_unknown!r}")
                 categories = _categories(fitted)
                 dropped = [None] * len(categories) if fitted.drop_idx_ is None else fitted.drop_idx_
                 return OneHot(
@@ -283,8 +281,6 @@ def _read(fitted: Any) -> Any:
                 refuse = fitted.handle_unknown == "error"
                 return Ordinal(categories=_categories(fitted), refuse=refuse, unknown=unknown, missing=missing)
             case "ColumnTransformer":
-                if fitted.transformer_weights:
-                    raise _unsaved(fitted, "transformer_weights")
                 chosen = [(part, _columns(fitted, given)) for _, part, given in fitted.transformers_ if part != "drop"]
                 return Parts(parts=[Part(columns=each, step=_read(part)) for part, each in chosen if each])
             case "Pipeline":

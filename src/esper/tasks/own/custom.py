@@ -18,7 +18,7 @@ from esper.leyline.config.tree import build_config, merge_settings
 from esper.leyline.data.batches import Batch, cast, leaves, map_leaves, picked, run
 from esper.leyline.data.duplicates import example_digests, repeated
 from esper.leyline.data.preprocess import preprocess_from
-from esper.leyline.data.task import Label, Objective, Split, Task, one_tensor
+from esper.leyline.data.task import Instance, Label, Objective, Split, Task
 from esper.leyline.errors import DataWarning, InputError, in_words, warn
 from esper.leyline.text import counted, kind_of, with_article
 from esper.tasks.hosts.factories import menu_of
@@ -165,22 +165,12 @@ def task_from(
     if isinstance(host, RegrownHost):  # its scalings are part of the network that was grown
         scaling, target_scaling = host.scaling, host.target_scaling
     else:
-        if standardize and not isinstance(parts.train.x, Tensor):
-            raise InputError(
-                f"standardize is {standardize!r}, but an example holds {len(parts.train.x)} tensors; leave it out, and let the "
-                "host scale what it takes, for example by a normalisation layer"
-            )
         scaling = scaling_of(parts.train.x) if standardize else None
         target_scaling = scaling_of(parts.train.y) if standardize is True and data.classes is None else None
-
-    def read(examples: int) -> Batch:
-        """Return the first training examples as the host reads them."""
-        few = picked(parts.train.x, slice(examples))
-        return few if scaling is None else scaling.read(one_tensor(few, "scaling"))
-
+    problem = Instance(host, *parts[:3], base.outputs, scaling=scaling)
     drawn: Any = _draw_host(host)
     if isinstance(drawn, nn.Module) and not isinstance(drawn, SegmentedHost):
-        host = CutHost(host, read(2))
+        host = CutHost(host, problem.read(picked(parts.train.x, slice(2))))
     sizes = {base.outputs, *parts.train.y.shape[1:]}
     few = next(size for size in range(5, 1, -1) if size not in sizes or size == 2)  # (B,) and (C,) are different shapes
     target = parts.train.y[:few]
@@ -204,7 +194,8 @@ def task_from(
         listed = ", ".join(f"{repr(data.classes[index])[:40]} ({counted(count, 'example')})" for count, index in rarest)
         which = "" if len(data.classes) <= LISTED else ", the rarest of them"
         wanted = f"y has {len(data.classes)} classes{which}: {listed}"
-    outputs = check_host(first, cast(read(few), dtype_of(first)), base.outputs, wanted, base, target)
+    x_few = problem.read(picked(parts.train.x, slice(few)), dtype_of(first))
+    outputs = check_host(first, x_few, base.outputs, wanted, base, target)
     check_objective(base, outputs if target_scaling is None else target_scaling.restore(outputs), target)
     _warn_of_mistakes(data, parts, counts, host if loss is None else None, standardize)
     objective: Objective = base
@@ -236,14 +227,14 @@ def _objective(
     data: Examples, loss: Any, metric: Any, class_weights: Any
 ) -> Classification | Regression | CustomObjective:
     y, names, weights = data.splits.train.y, data.classes, None
-    if names is None and class_weights is not None:
-        raise InputError("class_weights was given, but y holds targets of a regression; give sample_weights")
-    if data.source is not None and class_weights is not None:
-        raise InputError(
-            "class_weights was given, but the training examples are read batch by batch, so their classes are not counted; leave "
-            "it out, and weigh the classes in a loss of your own"
-        )
-    if names is not None and class_weights is not None:
+    if class_weights is not None:
+        if names is None:
+            raise InputError("class_weights was given, but y holds targets of a regression; give sample_weights")
+        if data.source is not None:
+            raise InputError(
+                "class_weights was given, but the training examples are read batch by batch, so their classes are not counted; "
+                "leave it out, and weigh the classes in a loss of your own"
+            )
         weights = weights_of_classes(class_weights, names, torch.bincount(y.flatten(), minlength=len(names)).tolist())
     if names is None:
         base: Classification | Regression = Regression(y.shape[-1] if y.dim() > 1 else 1)

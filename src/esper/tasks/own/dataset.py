@@ -100,11 +100,7 @@ def _stacked(indices: Sequence[int], examples: Iterable[Example]) -> tuple[Batch
         targets.append(y)
         for what, *pair in (("features", x, features[0]), ("label or target", y, targets[0])):
             given, wanted = (map_leaves(lambda leaf: tuple(leaf.shape), each) for each in pair)
-            if given != wanted:
-                raise InputError(
-                    f"example {index} has {what} of shape {given} and example {indices[0]} of shape {wanted}; give every example "
-                    "one shape"
-                )
+            check_alike(f"example {index}", what, given, f"example {indices[0]}", wanted)
     stacked: Batch = map_leaves(lambda *leaf: torch.stack(leaf), *features)
     return stacked, torch.stack(targets)
 
@@ -140,6 +136,14 @@ def _pair(dataset: Dataset[Any], index: int, dtype: torch.dtype) -> Example:
             name: as_tensor(leaf, f"{name!r} of example {index}", dtype).contiguous() for name, leaf in features.items()
         }, label
     return as_tensor(features, f"the features of example {index}", dtype).contiguous(), label
+
+
+def check_alike(of: str, what: str, given: Any, other: str, wanted: Any) -> None:
+    """Raise InputError if what is given `of` some examples has another shape than that of others, which is `wanted`."""
+    if given != wanted:
+        raise InputError(
+            f"{of} has {what} of shape {given} and {other} of shape {wanted}; give every example one shape"
+        )
 
 
 def check_names(features: Mapping[Any, Any], what: str) -> None:
@@ -219,11 +223,8 @@ class DatasetSource:
     def _as_like(self, x: Batch, y: Tensor, like: Split, index: NDArray[np.int64]) -> Split:
         """Convert examples to the dtypes of others. InputError if shapes differ, or fractions would be whole numbers."""
         of = f"example {index[0]} of the {self.name}"
-        if shapes(x) != shapes(like.x) or y.shape[1:] != like.y.shape[1:]:
-            raise InputError(
-                f"{of} has features of shape {shapes(x)} and y of shape {tuple(y.shape[1:])}, and others have {shapes(like.x)} "
-                f"and {tuple(like.y.shape[1:])}; give every example one shape"
-            )
+        check_alike(of, "features", shapes(x), "others", shapes(like.x))
+        check_alike(of, "y", tuple(y.shape[1:]), "others", tuple(like.y.shape[1:]))
         for (name, leaf), wanted in zip(named_leaves(x).items(), leaves(like.x), strict=True):
             if leaf.is_floating_point() and not wanted.is_floating_point():
                 raise InputError(
@@ -234,7 +235,7 @@ class DatasetSource:
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Cuts tokens into windows as pairs x, y (L,) int64, of which y is x moved on by one token.
+    """Cuts tokens into windows x, y (L,) int64, of which y is x moved on by one token.
 
     tokens: a stream (N,), whose window k holds the tokens k L to k L + L, or windows (W, L + 1). A memmap is read where a window
     is asked for, and not before.
@@ -245,12 +246,6 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
     def __len__(self) -> int:
         return len(self.tokens) if self.tokens.ndim == 2 else max(len(self.tokens) - 1, 0) // self.length
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"window {index} of {len(self)}")
-        x, y = self.stacked(np.array([index]))
-        return x[0], y[0]
 
     def stacked(self, index: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Return the windows of these indices (n,): x, y (n, L) int64. InputError if a token is not in the vocabulary."""

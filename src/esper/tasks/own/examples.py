@@ -20,6 +20,7 @@ from esper.leyline.text import counted, kind_of
 from esper.tasks.own.dataset import (
     DatasetSource,
     Windows,
+    check_alike,
     check_names,
     dtype_of_targets,
     is_tokens,
@@ -103,12 +104,9 @@ def _in_memory(given: Given) -> Examples:
     else:
         columns = column_names(splits["train"][0]) if isinstance(splits["train"], tuple | list) else None
         pairs = [_read_split(name, splits[name], columns, workers) for name in Splits._fields]
-        for name, (part, _) in zip(Splits._fields, pairs, strict=True):
-            if shapes(part) != shapes(pairs[0][0]):
-                raise InputError(
-                    f"the {name} split has features of shape {shapes(part)} and the train split of shape "
-                    f"{shapes(pairs[0][0])}; give every example one shape"
-                )
+        for name, (part, own) in zip(Splits._fields, pairs, strict=True):
+            check_alike(f"the {name} split", "features", shapes(part), "the train split", shapes(pairs[0][0]))
+            check_alike(f"the {name} split", "y", own.shape[1:], "the train split", pairs[0][1].shape[1:])
         features = map_leaves(lambda *each: torch.cat(each), *(part for part, _ in pairs))
         labels = concatenate_y([part for _, part in pairs])
         ends = np.cumsum([0, *(len(part) for _, part in pairs)])
@@ -265,8 +263,6 @@ def _of_tokens(given: Given, host: Any, length: int | None) -> Examples:
         if splits is None and data.tokens.ndim == 1:
             parts = torch.arange(len(data)).split(list(_sizes(given, data)))
             splits = dict(zip(Splits._fields, parts, strict=True))
-    if given.sample_weights is not None:
-        raise InputError("sample_weights was given, but windows of tokens take none; leave sample_weights out")
     if given.workers and not given.stream:
         raise InputError(
             f"workers is {given.workers}, but windows of tokens in memory need none; leave workers out, or set stream=True"
@@ -284,7 +280,7 @@ def _streamed(given: Given) -> Examples:
     """Return splits of Datasets; the train split stays in its Dataset. InputError for what needs all examples at once."""
     if given.sample_weights is not None:
         raise InputError(
-            "sample_weights was given, but a task with stream=True reads examples batch by batch; leave sample_weights out"
+            "sample_weights was given, but windows of tokens and a task with stream=True take none; leave sample_weights out"
         )
     regression = given.kind == "regression" and given.classes is None
     if given.classes is None and not regression:

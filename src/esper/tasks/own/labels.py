@@ -48,20 +48,17 @@ def read_target(values: NDArray[Any], kind: Kind | None, classes: int | Sequence
         found = np.full(len(values), np.nan)
         found[~missing] = index
         return torch.from_numpy(found), tuple(distinct.tolist())
-    if isinstance(classes, int | np.integer) and not isinstance(classes, bool):
-        return _numbered(values, int(classes)), class_names(classes)
     names = class_names(classes)
+    if not isinstance(classes, Iterable) or (isinstance(names[0], str) and values.dtype.kind in "biuf"):
+        return _numbered(values, len(names)), names  # also scikit-learn's target with its target_names
     number = {name: k for k, name in enumerate(names)}
     labels = [None if is_missing(entry) else entry for entry in values.tolist()]
-    unknown = next((label for label in labels if label is not None and label not in number), None)
-    if unknown is None:
-        numbers = [np.nan if label is None else number[label] for label in labels]
-        return torch.tensor(numbers, dtype=torch.float64), names
-    if isinstance(names[0], str) and values.dtype.kind in "biuf":  # scikit-learn's target and target_names
-        return _numbered(values, len(names)), names
-    raise InputError(
-        f"y holds the label {str(unknown)[:40]!r}, which is not among the classes {str(list(names))[:80]}; name every class"
-    )
+    for label in labels:
+        if label is not None and label not in number:
+            raise InputError(
+                f"y holds the label {str(label)[:40]!r}, which is not among the classes {str(list(names))[:80]}; name every class"
+            )
+    return torch.tensor([np.nan if label is None else number[label] for label in labels], dtype=torch.float64), names
 
 
 def _infer_kind(values: NDArray[Any], kind: Kind | None, classes: object) -> Kind:
@@ -123,8 +120,6 @@ def read_y(y: Any) -> NDArray[Any]:
         raise InputError("x or y is a single number; give one row of features and one label or target per example")
     if not len(values):
         raise InputError("x and y hold no examples; give at least a few dozen")
-    if values.dtype.kind == "c":
-        raise InputError("y holds complex numbers; give their real and imaginary parts as numbers of their own")
     if values.dtype.kind in "UT":  # NumPy converts the numbers of a mixed list to text
         values = np.array(y, object) if isinstance(y, list | tuple) else values.astype(object)
     if values.dtype.kind not in "biufO":
@@ -136,12 +131,7 @@ def read_y(y: Any) -> NDArray[Any]:
 
 
 def concatenate_y(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Return the arrays y of several splits, as `read_y` returns them, as one array."""
-    if len({part.shape[1:] for part in parts}) > 1:
-        shapes = " and ".join(str(part.shape) for part in parts)
-        raise InputError(
-            f"y has the shapes {shapes} in the four splits; give every example's label or target one shape"
-        )
+    """Return the arrays y of several splits, as `read_y` returns them and alike in shape, as one array."""
     mixed = len({part.dtype.kind for part in parts} - {"i", "u", "f"}) > 0
     values = np.concatenate([part.astype(object) if mixed else part for part in parts])
     return _of_one_type(values) if mixed else values
