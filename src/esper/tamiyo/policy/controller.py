@@ -188,10 +188,7 @@ def load_policy(folder: Path) -> Policy:
     if sha256_of(data) != facts["sha256"]:
         raise InputError(f"{weights} is not the file that {FACTS} names, by its sha256; take both files from one run")
     try:
-        known = facts["language"]
-        language = Language(
-            **{name: tuple(known.get(name, ()) if name == "packages" else known[name]) for name in Language._fields}
-        )
+        language = Language(**{name: tuple(known) for name, known in facts["language"].items()})
         decisions, state = facts.get("decisions_per_step", 1), load(data)
         if type(decisions) is not int or decisions < 1:
             raise ValueError(f"decisions_per_step is {decisions!r}, which is no whole number from 1 on")

@@ -116,7 +116,7 @@ class Schedule(Rule):
             self._rows += [(number, each) for each in (entry, *added)]
         self._plan: _Plan | None = None
         self._pending = np.zeros((0, 0), bool)  # (E, N)
-        self._refused: Bools | None = None  # (E, N) at the last decision
+        self._refused = self._pending  # (E, N) at the last decision
         self._turn = np.zeros(0, np.int64), self._pending  # (E,) last entry, and (E, N) pending entries before it
         self._obstacle = np.zeros((0, 0), np.int8)  # (E, N) an EntryObstacle, of the last decision
         self._steps = 0
@@ -128,17 +128,15 @@ class Schedule(Rule):
         plan = self._plan
         if view.step == 0 or not len(self._pending):
             self._pending = np.tile(plan.parent < 0, (len(view.masks.op), 1))
-            self._refused = None
-        ready = self._pending & (plan.at <= view.step) & allowed_of(view.masks, plan.decisions, plan.free)
-        if self._refused is not None:
-            ready &= ~self._refused
+            self._refused = np.zeros_like(self._pending)
+        due = self._pending & ~self._refused & (plan.at <= view.step)
+        ready = due & allowed_of(view.masks, plan.decisions, plan.free)
         turn = ready.argmax(1)  # the last entry, a WAIT, is always ready
         now = np.where(ready, np.int8(EntryObstacle.TURN), _obstacles(plan, view))
-        if self._refused is not None:
-            now = np.where(self._refused, np.int8(EntryObstacle.REFUSED), now)
+        now = np.where(self._refused, np.int8(EntryObstacle.REFUSED), now)
         self._obstacle = np.where(plan.at <= view.step, now, np.int8(EntryObstacle.EARLY))
         self._steps = view.steps
-        self._turn, self._refused = (turn, self._pending), None
+        self._turn, self._refused = (turn, self._pending), np.zeros_like(self._pending)
         self._pending = (self._pending & ~plan.ends[turn]) | (plan.parent == turn[:, None])
         op, slot, *others = plan.decisions[turn].T
         return complete(view.masks, op, slot, dict(zip(OPEN, others, strict=True)))
