@@ -18,7 +18,7 @@ from esper.kasmina.graft.grown import class_of, first_tensor, sites_of
 from esper.kasmina.graft.planted import Mode, Planted
 from esper.kasmina.graft.recording import floats, saved
 from esper.kasmina.graft.sharding import fill, gather, gather_module, reshard
-from esper.leyline.errors import is_out_of_memory
+from esper.leyline.errors import InputError, is_out_of_memory
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Site, Tap
 from esper.leyline.text import with_article
@@ -69,7 +69,7 @@ def fold(
             reshard(network)
         try:
             changes = [_changes(network, name, pairs, passes) for network in networks]
-        except _Beside as why_not:
+        except InputError as why_not:
             return str(why_not)
         for change in changes[0]:
             if why_fixed := fixed(networks[0], change.held):
@@ -184,16 +184,12 @@ def _difference(network: nn.Module, name: str, changes: Sequence[_Change], passe
     return f"{' and '.join(map(with_article, kinds))} {run} between {site.around!r} and {site.after!r}"
 
 
-class _Beside(Exception):
-    """Says why a seed stays beside its layers."""
-
-
 _NO_BIAS = "{!r} has no bias that could take that of the seed"
 _OTHER_KERNEL = "the kernel, stride or padding of {!r} reads other positions"
 
 
 def _changes(network: nn.Module, name: str, pairs: bool, passes: Sequence[Pass]) -> list[_Change]:
-    """Return the parameters of the layers at a site that a seed folds into, each with its folded value. Raises _Beside.
+    """Return the parameters of the layers at a site that a seed folds into, each with its folded value. InputError if into none.
 
     pairs: whether layers may become wider.
     """
@@ -210,42 +206,42 @@ def _changes(network: nn.Module, name: str, pairs: bool, passes: Sequence[Pass])
         return [*changed, *_wider_norms(network, site, planted, changed, passes)]
     reads_input = planted.tap == Tap.BEFORE and site.around == site.after
     if planted.blend != Blend.ADD:
-        raise _Beside(f"by the blend {planted.blend.name} what it adds depends on the stream")
+        raise InputError(f"by the blend {planted.blend.name} what it adds depends on the stream")
     layer = _layer(network, site.after)
     if not reads_input and planted.tap != Tap.HERE:
-        raise _Beside(f"it reads neither what {site.after!r} reads nor what it returns")
+        raise InputError(f"it reads neither what {site.after!r} reads nor what it returns")
     weight, alpha = matrix(layer, gather(layer.weight)).double(), planted.alpha.double()
     kernel, shift = _linear(planted.seed.delta, weight.shape[1 if reads_input else 0], weight.device)
     bias = None if layer.bias is None else gather(layer.bias).double()
     if reads_input:
         more, moved = _centred(kernel, layer, site.after), shift
     elif kernel.dim() > 2:
-        raise _Beside(f"it reads several positions of what {site.after!r} returns")
+        raise InputError(f"it reads several positions of what {site.after!r} returns")
     else:
         more, moved = torch.tensordot(kernel, weight, 1), shift if bias is None else kernel @ bias + shift
     changed = [_Change(layer, "weight", matrix(layer, weight + alpha * more).to(layer.weight.dtype))]
     if moved.count_nonzero():
         if bias is None or layer.bias is None:
-            raise _Beside(_NO_BIAS.format(site.after))
+            raise InputError(_NO_BIAS.format(site.after))
         changed.append(_Change(layer, "bias", (bias + alpha * moved).to(layer.bias.dtype)))
     return changed
 
 
 def _wider(network: nn.Module, site: Site, inner: Any, out: Any, alpha: Tensor, pairs: bool) -> list[_Change]:
-    """Return the parameters of the two layers that a site spans, with the hidden units of its seed. Raises _Beside.
+    """Return the parameters of the two layers that a site spans, with the hidden units of its seed. InputError says why not.
 
     inner, out: the two layers of the seed.
     """
     if network.get_submodule(site.around) is network.get_submodule(site.after):
-        raise _Beside("it has hidden units, and spans one layer and not two")
+        raise InputError("it has hidden units, and spans one layer and not two")
     if not site.around:
-        raise _Beside("it has hidden units, and reads the input of the network")
+        raise InputError("it has hidden units, and reads the input of the network")
     if not pairs:
-        raise _Beside("layers become wider in one process alone")
+        raise InputError("layers become wider in one process alone")
     first, second = _layer(network, site.around), _layer(network, site.after)
     own, next_own = matrix(first, first.weight), matrix(second, second.weight)
     if own.shape[0] != next_own.shape[1]:
-        raise _Beside(f"{site.after!r} does not read the features that {site.around!r} writes")
+        raise InputError(f"{site.after!r} does not read the features that {site.around!r} writes")
     rows, columns = _centred(inner.weight, first, site.around), _centred(alpha * out.weight, second, site.after)
     changed = [
         _Change(first, "weight", matrix(first, torch.cat([own, rows]))),
@@ -258,7 +254,7 @@ def _wider(network: nn.Module, site: Site, inner: Any, out: Any, alpha: Tensor, 
         if layer.bias is not None:
             changed.append(_Change(layer, "bias", torch.cat([layer.bias, more]) if adds else layer.bias + more))
         elif more.count_nonzero():
-            raise _Beside(_NO_BIAS.format(path))
+            raise InputError(_NO_BIAS.format(path))
     return changed
 
 
@@ -325,7 +321,7 @@ def _wider_norms(
 def _layer(network: nn.Module, path: str) -> Layer:
     layer = network.get_submodule(path)
     if not is_layer(layer):
-        raise _Beside(
+        raise InputError(
             f"{path!r} is no Linear, no convolution without groups and no Conv1D of transformers, or computes its weights "
             "before each pass"
         )
@@ -385,7 +381,7 @@ def known_axes(layer: nn.Module) -> Axes:
 def _linear(delta: nn.Module, reads: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the kernel (w, r, ...) of a linear change, a matrix if it is pointwise, and its constant (w,), in float64.
 
-    Raises _Beside if it is not linear.
+    InputError if it is not linear.
     """
     if isinstance(delta, Convolutions) and len(delta) == 1:
         layer: Any = gather_module(delta[0]).double()
@@ -393,17 +389,17 @@ def _linear(delta: nn.Module, reads: int, device: torch.device) -> tuple[Tensor,
         return layer.weight.flatten(1) if pointwise else layer.weight, layer.bias
     each = delta.seed if isinstance(delta, Channelwise) else delta
     if type(each) not in LINEAR:
-        raise _Beside("its change is not linear")
+        raise InputError("its change is not linear")
     each = gather_module(each).double()
     shift: Tensor = each(torch.zeros(1, reads, dtype=torch.float64, device=device))[0]
     return (each(torch.eye(reads, dtype=torch.float64, device=device)) - shift).mT, shift
 
 
 def _centred(kernel: Tensor, layer: Layer, path: str) -> Tensor:
-    """Return a kernel (w, r, ...) in the middle of one of the layer's size. Raises _Beside if that would read other positions."""
+    """Return a kernel (w, r, ...) in the middle of one of the layer's size. InputError if that would read other positions."""
     if not isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         if kernel.dim() != 2:
-            raise _Beside(_OTHER_KERNEL.format(path))
+            raise InputError(_OTHER_KERNEL.format(path))
         return kernel
     sides = layer.weight.dim() - 2
     own, given = layer.kernel_size, tuple(kernel.shape[2:]) or (1,) * sides
@@ -416,7 +412,7 @@ def _centred(kernel: Tensor, layer: Layer, path: str) -> Tensor:
         or (layer.padding != "same" and list(layer.padding) != pads)
         or (layer.padding_mode != "zeros" and max(given) > 1)
     ):
-        raise _Beside(_OTHER_KERNEL.format(path))
+        raise InputError(_OTHER_KERNEL.format(path))
     margins = [(size - inner) // 2 for size, inner in zip(reversed(own), reversed(given), strict=True)]
     spread = kernel.reshape(*kernel.shape[:2], *given)
     return F.pad(spread, [margin for margin in margins for _ in range(2)])
