@@ -21,7 +21,7 @@ from esper.kasmina.graft.grafted import planted_at, undisturbed
 from esper.kasmina.graft.grown import CHILD, called_beside, class_of, first_tensor, sites_of
 from esper.kasmina.graft.multiplying import Axis, Multiplication, Variant, is_width, saved_with_configs, whole_numbers
 from esper.kasmina.graft.planted import Mode, Planted
-from esper.kasmina.graft.recording import distance, floats, replaced, results
+from esper.kasmina.graft.recording import floats, learns, replaced, results
 from esper.kasmina.graft.stacks import CopySeed, copy_of_block, found_by_calls, own_parameters, silenced
 from esper.kasmina.graft.widening import set_counts
 from esper.leyline.errors import InputError, in_words
@@ -206,13 +206,11 @@ def _try(block: nn.Module, given: Any, units: Units) -> None:
         torch.enable_grad(),
     ):
         output = called_beside(given, made, attached=False)
-        trained = [parameter for parameter in made.parameters() if parameter.requires_grad]
         if bool(output.any()):
             raise InputError(
                 "a narrow copy of it cannot begin as one that adds nothing: it returns more than its last layers write"
             )
-        gradients = torch.autograd.grad(distance(output), trained, allow_unused=True) if output.requires_grad else ()
-        if not any(each is not None and bool(each.any()) for each in gradients):
+        if not learns(output, made.parameters()):
             raise InputError("a narrow copy of it would never learn")
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():

@@ -278,6 +278,15 @@ def distance(output: Any) -> Tensor:
     return torch.stack(terms).sum()
 
 
+def learns(output: Any, parameters: Iterable[nn.Parameter]) -> bool:
+    """Return whether one of some parameters has a gradient other than 0 of what depends on an output, as of a loss."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained or not (apart := distance(output)).requires_grad:
+        return False
+    found = torch.autograd.grad(apart, trained, retain_graph=True, allow_unused=True)
+    return any(gradient is not None and bool(gradient.any()) for gradient in found)
+
+
 def _stream(structure: Any) -> Stream:
     x = next(floats(structure), None)
     if x is None:

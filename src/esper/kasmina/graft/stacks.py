@@ -33,7 +33,7 @@ from esper.kasmina.graft.grown import (
 )
 from esper.kasmina.graft.multiplying import configs, saved_with_configs
 from esper.kasmina.graft.planted import Bank, Mode, Planted, Recipe
-from esper.kasmina.graft.recording import call, distance, floats, mapped, recorded, results, undone_on_error
+from esper.kasmina.graft.recording import call, floats, learns, mapped, recorded, results, undone_on_error
 from esper.kasmina.slot import Seed
 from esper.leyline.errors import InputError, in_words
 from esper.leyline.lifecycle.actions import Blend
@@ -176,14 +176,10 @@ def _zeros_at_birth(block: nn.Module, given: Any, first: Tensor | None) -> tuple
         made = copy_of_block(block, zeros)
         with in_words("a copy of it cannot run on what it returns"), torch.enable_grad():
             change = run(made, h.clone())
-            trained = [parameter for parameter in made.parameters() if parameter.requires_grad]
             eps = torch.finfo(h.dtype).eps
             if not same_values(h, h + change, eps):
                 problem = "a copy of it cannot begin as one that changes nothing, as what it returns is not added to its input"
-            elif not change.requires_grad or not any(
-                gradient is not None and bool(gradient.any())
-                for gradient in torch.autograd.grad(distance(change), trained, allow_unused=True)
-            ):
+            elif not learns(change, made.parameters()):
                 problem = "a copy of it would never learn, because two factors of what it adds are 0"
             else:
                 return tuple(zeros)

@@ -16,7 +16,7 @@ from esper.kasmina.graft.find_sites import Hidden, check_module, find_hidden
 from esper.kasmina.graft.grafted import copied, undisturbed
 from esper.kasmina.graft.grown import is_grafted
 from esper.kasmina.graft.multiplying import VARIANTS, WAYS, Multiplication, Way, trial
-from esper.kasmina.graft.recording import call, floats, mapped, on_aliases, saved, undone_on_error
+from esper.kasmina.graft.recording import call, floats, learns, mapped, on_aliases, saved, undone_on_error
 from esper.kasmina.graft.sharding import is_sharded
 from esper.kasmina.graft.stacks import blocks_of_one_class, insert, silenced, stacks
 from esper.kasmina.graft.widening import Outputs, additions, append_tried, axes_of, width_of
@@ -268,8 +268,10 @@ def _add_blocks(networks: tuple[nn.Module, ...], path: str, place: int, blocks: 
                     raise InputError(
                         f"a new block of {path!r} changes the outputs, as what it returns is not added to its input"
                     )
-                if _blocks_learn(network, made, example):
-                    break
+                with torch.enable_grad():
+                    output = call(network, mapped(example, torch.clone))
+                    if all(learns(output, block.parameters()) for block in made):
+                        break
                 raise InputError(
                     f"a new block of {path!r} would never learn, because two factors of what it adds are 0; train the "
                     "network first, so that one of them is not"
@@ -291,22 +293,6 @@ def _insert_blocks(network: nn.Module, path: str, place: int, blocks: int, zeros
         for name in zeros:
             made[-1].get_parameter(name).zero_()
     insert(network, path, place, made, count)
-
-
-def _blocks_learn(network: nn.Module, made: Any, example: Any) -> bool:
-    """Return whether a parameter of each new block has a gradient on the example."""
-    with torch.enable_grad():
-        outputs = [
-            value.square().sum() + value.sum()
-            for value in floats(call(network, mapped(example, torch.clone)))
-            if value.requires_grad
-        ]
-        for block in made:
-            own = [parameter for parameter in block.parameters() if parameter.requires_grad]
-            found = torch.autograd.grad(sum(outputs), own, retain_graph=True, allow_unused=True)  # type: ignore[arg-type]
-            if not any(gradient is not None and bool(gradient.any()) for gradient in found):
-                return False
-    return True
 
 
 def _join_groups(optimizer: torch.optim.Optimizer, model: nn.Module, made: list[str], copied: str) -> None:
