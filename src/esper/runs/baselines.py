@@ -23,7 +23,7 @@ from torch import Tensor
 from esper.kasmina.blueprints import count, drawn_with
 from esper.kasmina.lifecycle import dormant
 from esper.kasmina.network.grown_network import RegrownHost
-from esper.kasmina.network.static import Factory, Scales, Skipped, skip_places, widened
+from esper.kasmina.network.static import Factory, Skipped, skip_places, widened
 from esper.leyline.config.tree import Config, WidenConfig
 from esper.leyline.data.batches import Shape, map_leaves, picked, shapes
 from esper.leyline.data.task import AnyTask, Instance, Mixture, Room, Task
@@ -219,8 +219,9 @@ def _plain_host(instance: Instance, parameters: int) -> Factory:
             )
         return made
     host = instance.host.ungrown if isinstance(instance.host, RegrownHost) else instance.host
-    if isinstance(host, Scales):
-        return host.plain(parameters)
+    plain: Callable[[int], Factory] | None = getattr(host, "plain", None)
+    if plain is not None:  # it knows the network of its kind without a bottleneck
+        return plain(parameters)
     with amended(after=f"; {OWN}"):
         return widened(host, instance.read(picked(instance.train.x, slice(EXAMPLES))), parameters)
 

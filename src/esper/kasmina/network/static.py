@@ -7,7 +7,7 @@ import copy
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +24,6 @@ Factory = Callable[[], nn.Module]
 
 WIDEST = 2**20
 """Largest width of a layer of a widened network; a network that needs a larger one is not built."""
-
-
-@runtime_checkable
-class Scales(Protocol):
-    """Makes hosts of which it knows the plain network of the same kind."""
-
-    def plain(self, parameters: int) -> Factory:
-        """Return the factory of its plain network: no bottleneck, and the smallest width for at least `parameters` parameters."""
 
 
 @dataclass(frozen=True)
