@@ -188,7 +188,9 @@ def measuring_sources(sites: esper.FoundSites) -> AbstractContextManager[object]
                 after, around = live.network.get_submodule(site.after), live.network.get_submodule(best)
                 source = swap(around)
                 within = not best or site.after.startswith(f"{best}.")
-                swap(after).before = None if around is after else wire_between(source, source if within else root)
+                swap(after).sources.pop("before", None)
+                if around is not after:
+                    swap(after).sources["before"] = wire_between(source, source if within else root)
         if moved:
             live.resurvey()
         return torch.tensor(found)[None, :, None]
