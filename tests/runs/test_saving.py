@@ -237,7 +237,7 @@ def described(folder, **changes):
         (
             lambda folder: None,
             lambda: nn.Sequential(nn.Linear(4, 3)),
-            "where the model has None; give a model that is built",
+            "the model has no .*, which the saved network has; give a model that is built",
         ),
         (lambda folder: None, lambda: graft(Host(), SITES), "is grafted; give one as it was before esper.graft"),
         (lambda folder: None, lambda: Host().to("meta"), "is on the meta device; give a model with weights"),
