@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from esper.karn.terminal import console
-from esper.karn.terminal.console import grown_lines, print_summary
+from esper.karn.terminal.console import print_summary
 from esper.karn.terminal.progress import Aside, Display, figures
 from esper.leyline.intervals import mean_and_error
 from esper.leyline.lifecycle.stages import Stage
@@ -71,13 +71,7 @@ def view(stage: list[list[Stage]]) -> View:
 def told(summary: dict, **over: object) -> str:
     """Return the lines on a run that its report has; the terminal has a selection."""
     known = summary | over
-    lines = (
-        *console.grown_lines(known),
-        *console.trouble_lines(known),
-        *console.objective_lines(known),
-        *console.table_notes(known),
-        console.time_line(known),
-    )
+    lines = *console.closing_lines(known), *console.table_notes(known), console.time_line(known)
     return "\n".join(lines) + "\n"
 
 
@@ -119,7 +113,7 @@ def test_an_absent_baseline_is_named_with_its_reason_and_no_figures():
     text = printed(SUMMARY)
     assert cells(text, "plain ").split() == ["plain", "absent"]
     assert "plain: absent: segment 0 of the host is a [/]GRU, whose width cannot be scaled" in text
-    assert "same-size: 1 of 3 environments kept no seed; there it is the twin" in told(SUMMARY)
+    assert "same-size: 1 of 3 environments kept no seed; there it is the twin" in text
 
 
 def test_the_constant_prediction_is_the_last_row_without_parameters_or_time():
@@ -200,8 +194,8 @@ def test_few_environments_are_said_to_give_wide_intervals(envs, said):
 
 def test_what_stands_behind_a_figure_and_the_short_name_of_a_metric_are_said():
     text = told(SUMMARY)
-    assert "figures: mean ± standard error of the mean, over environments" in text
-    assert "paired over environments: the mean, and its 95 % t interval" in text
+    assert "figures: mean ± standard error over environments" in text
+    assert "paired over environments, with its 95 % t interval" in text
     assert "r2" not in text
     figures = {"test_r2": SUMMARY["test_accuracy"], "baselines": {}}
     assert "r2: the share of the variance that is explained" in told(SUMMARY, metric="r2", **figures)
@@ -214,12 +208,11 @@ def test_j_is_explained_before_its_first_figure():
 
 
 def test_what_grew_where_is_counted_and_names_are_printed_as_they_are():
-    assert grown_lines(SUMMARY)[:2] == ["grew: mlp at a in 2 of 3", "      low at [b] in 1 of 3"]
-    assert "low at [b] in 1 of 3" in printed(SUMMARY)
+    assert "grew: mlp at a in 2 of 3, low at [b] in 1 of 3\n" in printed(SUMMARY)
 
 
 def test_nothing_grown_is_said():
-    assert grown_lines(SUMMARY | {"grown": [{}, {}, {}]})[0] == "grew: nothing"
+    assert "grew: nothing\n" in printed(SUMMARY, grown=[{}, {}, {}])
 
 
 def test_seconds_speed_and_folder_are_printed():

@@ -341,10 +341,6 @@ def results(model: RunModel) -> tuple[list[str], list[str], list[Table], list[st
             lines.append(f"The grown networks are {word} than {what}: {figures}, a paired 95 % interval over {many}.")
         else:
             lines.append(f"The difference between the grown networks and {what}, is not resolved by {many}: {figures}.")
-    if summary.get("regrown"):
-        lines.append(
-            "The host is a network that was grown before, with its seeds; every environment starts from its weights."
-        )
     # Which environment has the lowest metric, what the host alone has there, and whether it learned anything.
     population = model.population
     known = [(score, env) for env, score in enumerate(scores) if score is not None]
@@ -360,14 +356,7 @@ def results(model: RunModel) -> tuple[list[str], list[str], list[Table], list[st
                 f"{population.steps[-1]}."
             )
         lines.append(line)
-    lines += [
-        *console.grown_lines(summary),
-        *console.trouble_lines(summary),
-        *console.early_stopping_lines(summary),
-        *console.widening_lines(summary),
-        *console.rare_class_lines(summary),
-        *(f"why: {sentence}" for sentence in summary.get("explanations", [])),
-    ]
+    lines += console.closing_lines(summary)
     tables = [console.comparison_table(summary)]
     found = summary.get("rare_classes")
     if found is not None:  # figures in which every class counts alike, and the confusion matrices
@@ -401,8 +390,7 @@ def results(model: RunModel) -> tuple[list[str], list[str], list[Table], list[st
     named = (f"grown, test {summary['metric']}", *static)
     columns = ("environment", *named, "added parameters", "seeds kept", "rollbacks")
     tables.append(Table("Results by environment", columns, rows, texts=(len(columns) - 2,)))
-    notes = [*console.objective_lines(summary), *console.table_notes(summary), *console.split_lines(summary)]
-    return verdicts, lines, tables, notes
+    return verdicts, lines, tables, console.table_notes(summary)
 
 
 def _number(value: float | None) -> str:

@@ -108,47 +108,66 @@ def print_summary(summary: Mapping[str, Any], console: Console, folder: str | No
 
     Everything else is in the report and in summary.json.
     """
+    verdict = [summary["verdict"]] if "verdict" in summary else []
+    place = [] if folder is None else [f"run folder: {folder}"]
+    rest = "summary.json and `esper report`" if folder is None else f"esper report {shlex.quote(folder)}"
+    took = [f"took: {summary['seconds']:.1f} seconds", *worker_lines(summary), *place, f"everything else: {rest}"]
     print_lines(console, heading_line(summary))
     print_table(console, comparison_table(summary))
-    verdict = [summary["verdict"]] if "verdict" in summary else []
-    print_lines(console, *verdict, *closing_lines(summary, folder))
+    print_lines(console, *verdict, *closing_lines(summary, brief=True), "; ".join(took))
 
 
-def closing_lines(summary: Mapping[str, Any], folder: str | None = None) -> list[str]:
-    """Return at most eight lines: how to read the table, what grew, what must not be missed, and where the rest is."""
-    reading = f"J = {summary['objective_formula']}"
-    if summary.get("baselines"):
-        over = ", paired over environments, with its 95 % t interval; ± standard error" if summary["envs"] > 1 else ""
-        reading = f"difference: grown less the network of the row{over}; {reading}"
+def closing_lines(summary: Mapping[str, Any], brief: bool = False) -> list[str]:
+    """Return a line for each of these: how to read the table, what grew, what became of the seeds, and what must not be missed.
+
+    brief: whether few kinds of grown seeds are named, and one reason why seeds were not kept, which gives at most seven lines.
+    """
+    static, envs, seeds = summary.get("baselines", {}), summary["envs"], summary["seeds"]
+    reading = ["no static network was trained for comparison; --baselines (the key baselines) names some"]
+    if static:
+        paired = ", paired over environments, with its 95 % t interval" if envs > 1 else ""
+        reading = [f"difference: grown less the network of the row{paired}"]
+    if envs == 1:
+        reading.append("one environment gives no interval; --envs 16 (envs=16 in Python) gives one")
     else:
-        reading = f"no static network was trained for comparison; --baselines (the key baselines) names some; {reading}"
-    reading = "; ".join([reading, *_few_environments(summary)])
-    *grown, seeds = grown_lines(summary)
-    more = f", and {len(grown) - SHOWN_GROWN} more" if len(grown) > SHOWN_GROWN else ""
-    host = "; the host is a network that was grown before, with its seeds" if summary.get("regrown") else ""
-    grew = ", ".join(line.strip() for line in grown[:SHOWN_GROWN]) + more + host
-    why = summary.get("explanations", [])
-    others = f" (and {counted(len(why) - 1, 'more reason')})" if len(why) > 1 else ""
-    absent = [
-        f"{name}: absent: {each['absent']}" for name, each in summary.get("baselines", {}).items() if "absent" in each
+        reading.append("figures: mean ± standard error over environments")
+    if 1 < envs < FEW:
+        reading.append(f"intervals over {envs} environments are wide; --envs 16 (envs=16 in Python) narrows them")
+    reading.append(f"J = {summary['objective_formula']}: the metric less rent for added parameters (reward.rent)")
+
+    counts = Counter((blueprint, slot) for grown in summary["grown"] for slot, blueprint in grown.items())
+    grew = [f"{blueprint} at {slot} in {count} of {envs}" for (blueprint, slot), count in counts.most_common()]
+    if brief and len(grew) > SHOWN_GROWN:
+        grew = [*grew[:SHOWN_GROWN], f"and {len(grew) - SHOWN_GROWN} more"]
+    host = "; the host is a network that was grown before, with its seeds and weights" if summary.get("regrown") else ""
+    names = ("germinated", "fossilized", "pruned", "unfinished", *(("discarded",) if seeds["discarded"] else ()))
+    left_out = "; unfinished seeds are left out of the networks" if seeds["unfinished"] else ""
+    if seeds["discarded"]:
+        left_out += "; discarded ones were fossilized after the best step"
+    fates = f"seeds: {', '.join(f'{seeds[name]} {name}' for name in names)}{left_out}"
+    why = [f"why: {sentence}" for sentence in summary.get("explanations", [])]
+    if brief and len(why) > 1:
+        why = [f"{why[0]} (and {counted(len(why) - 1, 'more reason')})"]
+    special = [
+        f"{name}: {'absent: ' * ('absent' in each)}{each[key]}"
+        for name, each in static.items()
+        for key in ("absent", "note")
+        if key in each
     ]
-    warnings = [*(line for line in split_lines(summary) if line.startswith("warning")), *rare_class_lines(summary)]
-    rest = "everything else: " + (
-        "summary.json and `esper report`" if folder is None else f"esper report {shlex.quote(folder)}"
-    )
+    best, warnings = summary["best"], [line for line in split_lines(summary) if line.startswith("warning")]
+    chosen = summary["metric"] if best["select"] == "metric" else "J"
+    value = "" if best["validation"] is None else f", {best['validation']:.4f}"
+    named = f"best: environment {best['env']}, by validation {chosen}{value} (select={best['select']})"
     found = [
         reading,
-        grew,
-        "; ".join([seeds, *trouble_lines(summary), *_waits(summary)]),
-        f"why: {why[0]}{others}" if why else "",
-        "; ".join(absent),
-        "; ".join(warnings),
-        "; ".join([best_line(summary), *early_stopping_lines(summary), *widening_lines(summary)]),
-        "; ".join([f"took: {summary['seconds']:.1f} seconds", *worker_lines(summary), ""])
-        + ("" if folder is None else f"run folder: {folder}; ")
-        + rest,
+        [f"grew: {', '.join(grew) or 'nothing'}{host}"],
+        [fates, *trouble_lines(summary), *_waits(summary)],
+        *([line] for line in why),
+        special,
+        [*warnings, *rare_class_lines(summary)],
+        [named, *early_stopping_lines(summary), *widening_lines(summary)],
     ]
-    return [line for line in found if line]
+    return ["; ".join(each) for each in found if each]
 
 
 def heading_line(summary: Mapping[str, Any]) -> str:
@@ -208,20 +227,15 @@ def _growth_seconds(summary: Mapping[str, Any]) -> float | None:
 
 
 def table_notes(summary: Mapping[str, Any]) -> list[str]:
-    """Return lines that explain the figures of the table, and the baselines that are absent."""
-    lines = []
-    if summary["envs"] > 1:
-        lines.append("figures: mean ± standard error of the mean, over environments")
-    if summary.get("baselines"):
-        interval = ", and its 95 % t interval" if summary["envs"] > 1 else ""
-        lines.append(
-            f"difference: grown less the static network of the row, paired over environments: the mean{interval}"
-        )
-        lines.append(
-            f"static networks: {'; '.join(f'{name} is {DESCRIPTIONS[name]}' for name in summary['baselines'])}"
-        )
-    else:
-        lines.append("no static network was trained for comparison; --baselines (the key baselines) names some")
+    """Return further lines on the table, which only a page has: what its rows are, J of them, and the size of the test split."""
+    objective, static = summary["test_objective"], summary.get("baselines", {})
+    worth = f"J on the test split: grown {estimate(objective['grown'], '.4f')}"
+    if objective["host"] is not None:
+        paired = differences(objective["grown"], objective["host"])
+        worth += f", twin {estimate(objective['host'], '.4f')}, difference {estimate(paired, '+.4f')}"
+    lines = [worth]
+    if static:
+        lines.append(f"static networks: {'; '.join(f'{name} is {DESCRIPTIONS[name]}' for name in static)}")
     if "constant" in summary:
         lines.append(
             "constant: the most frequent class of the train split, or its mean target, as the prediction for everything"
@@ -230,63 +244,11 @@ def table_notes(summary: Mapping[str, Any]) -> list[str]:
         lines.append(
             "r2: the share of the variance that is explained; 1 is perfect, 0 is as good as predicting the mean"
         )
-    lines += _few_environments(summary)
-    if "twin" in summary.get("baselines", {}):
+    if "twin" in static:
         lines.append(
             "the twins train in the same population as the grown networks; the seconds of the grown networks are those of both"
         )
-    for name, static in summary.get("baselines", {}).items():
-        lines += [
-            f"{name}: {'absent: ' * ('absent' in static)}{static[key]}" for key in ("absent", "note") if key in static
-        ]
-    return lines
-
-
-def _few_environments(summary: Mapping[str, Any]) -> list[str]:
-    """Return a line that says that there is no interval, or a wide one, where there are few environments."""
-    if summary["envs"] == 1:
-        return ["one environment gives no interval; --envs 16 (envs=16 in Python) gives one"]
-    if summary["envs"] < FEW:
-        return [f"intervals over {summary['envs']} environments are wide; --envs 16 (envs=16 in Python) narrows them"]
-    return []
-
-
-def objective_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Return lines with the formula of J, its values, and the best network."""
-    objective = summary["test_objective"]
-    worth = f"J on the test split: grown {estimate(objective['grown'], '.4f')}"
-    if objective["host"] is not None:
-        paired = differences(objective["grown"], objective["host"])
-        worth += f", twin {estimate(objective['host'], '.4f')}, difference {estimate(paired, '+.4f')}"
-    return [
-        f"J = {summary['objective_formula']}: the metric less rent for added parameters (reward.rent)",
-        worth,
-        best_line(summary),
-    ]
-
-
-def best_line(summary: Mapping[str, Any]) -> str:
-    """Return a line with the best network, and how it was chosen."""
-    best = summary["best"]
-    name = summary["metric"] if best["select"] == "metric" else "J"
-    value = "" if best["validation"] is None else f", {best['validation']:.4f}"
-    return f"best: environment {best['env']}, by validation {name}{value} (select={best['select']})"
-
-
-def grown_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Return lines with what grew where, most frequent first, and with how many seeds came to which end."""
-    envs, seeds = summary["envs"], summary["seeds"]
-    counts = Counter((blueprint, slot) for grown in summary["grown"] for slot, blueprint in grown.items())
-    lines = [f"{blueprint} at {slot} in {count} of {envs}" for (blueprint, slot), count in counts.most_common()]
-    lines = [f"grew: {line}" if index == 0 else f"      {line}" for index, line in enumerate(lines)] or [
-        "grew: nothing"
-    ]
-    names = ("germinated", "fossilized", "pruned", "unfinished", *(("discarded",) if seeds["discarded"] else ()))
-    fates = ", ".join(f"{seeds[name]} {name}" for name in names)
-    left_out = "; unfinished seeds are left out of the networks" if seeds["unfinished"] else ""
-    if seeds["discarded"]:
-        left_out += "; discarded ones were fossilized after the best step"
-    return [*lines, f"seeds: {fates}{left_out}"]
+    return [*lines, *split_lines(summary)[:1]]
 
 
 def rare_class_lines(summary: Mapping[str, Any]) -> list[str]:
