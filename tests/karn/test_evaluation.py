@@ -165,7 +165,7 @@ def test_of_one_data_set_the_starts_are_counted():
 
 def test_several_tasks_have_a_table_together():
     text = printed(record(RULES) | {"together": estimates(RULES)})
-    assert "all 1 task together" in text
+    assert "All tasks together: 1 task, each with the same weight" in text
     assert text.count("J, interquartile mean") == 2
 
 
@@ -185,7 +185,10 @@ def test_every_controller_and_comparison_is_named_in_the_figure_of_each_task_and
     pairs = ("mine less never", "mine less best fixed plan")
     for name in (*names, *(f"{name}, interquartile mean" for name in names), *pairs):
         assert drawn.count(f"<!-- {name} -->") == 2
-    for words in ("repair, 200 held-out instances, each with 3 seeds", "all 1 task together"):
+    for words in (
+        "Task repair, 200 held-out instances, each with 3 seeds",
+        "All tasks together, 1 task, each with the same weight",
+    ):
         assert f"<!-- {words}: J on the test split -->" in drawn
         assert f"<!-- {words}: Paired differences of J -->" in drawn
 

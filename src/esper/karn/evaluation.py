@@ -19,25 +19,34 @@ PATHS = ("controller", "against")  # columns whose names may be paths, which may
 
 
 def print_evaluation(record: Record, console: Console) -> None:
-    """Print controllers and comparisons of each task, and of all tasks together."""
-    print_lines(console, "J: the metric of a task less rent for added parameters (reward.rent)")
-    for task in record["tasks"]:
-        print_lines(console, f"{task['task']}: {sample_words(record, task)}; J and {task['metric']} on the test split")
-        for table in tables_of(task, task["metric"], record):
+    """Print controllers and comparisons of each task, and of all tasks together, without the sentences that repeat a table."""
+    legend, *notes = reading_lines(record)
+    print_lines(console, legend)
+    for section in result_sections(record):
+        print_lines(console, f"{section.name}: {section.lines[0]}")
+        for table in section.tables:
             print_table(console, table, PATHS)
-        print_lines(console, *static_lines(record, task), *group_lines(task), *task.get("lines", ()))
-    if record["together"] is not None:
-        print_lines(console, f"all {counted(len(record['tasks']), 'task')} together, each with the same weight")
-        for table in tables_of(record["together"], record["tasks"][0]["metric"], record):
-            print_table(console, table, PATHS)
-    print_lines(
-        console,
+        print_lines(console, *section.notes)
+    print_lines(console, *notes)
+
+
+def reading_lines(record: Record) -> list[str]:
+    """Return lines on what the figures of all tasks are, and how they are to be read."""
+    lines = ["J: the metric of a task less rent for added parameters (reward.rent); all figures are of the test split"]
+    if record.get("baselines"):
+        names = ", ".join(record["baselines"])
+        lines.append(
+            f"{names}: static networks, trained at the size that {record['sized_by']} grew to; `never` is the host "
+            "itself, trained without growth"
+        )
+    return [
+        *lines,
         *record.get("lines", ()),
         *interval_lines(record),
         *worker_lines(record),
         "interquartile mean: the mean over the middle half of the runs",
         "P(better): how probably a run of the controller has a higher J than a run of the other on the same instance",
-    )
+    ]
 
 
 def interval_lines(record: Record) -> list[str]:
@@ -63,7 +72,7 @@ def interval_lines(record: Record) -> list[str]:
     return [*lines, *few]
 
 
-def tables_of(estimates: Record, metric: str, record: Record) -> list[Table]:
+def tables_of(estimates: Record, record: Record) -> list[Table]:
     """Return three tables: J by controller, its parts, and the paired differences of J between a controller and a rule.
 
     J is the mean and the interquartile mean, with the share of the headroom where it is known. Its parts are means over the runs,
@@ -88,6 +97,7 @@ def tables_of(estimates: Record, metric: str, record: Record) -> list[Table]:
         found = f"{interval(row['difference']):+.3f}", f"{interval(row['probability']):.2f}"
         differences.append([row["controller"], row["rule"], *found])
     of_objectives = ("controller", "J", "J, interquartile mean", *headroom)
+    metric = estimates.get("metric", record["tasks"][0]["metric"])
     of_costs = ("controller", metric, "added parameters", "seeds kept", "training s", "searched")
     of_differences = ("controller", "against", "difference of J", "P(better)")
     return [
@@ -116,38 +126,40 @@ def compared(estimates: Record, record: Record) -> list[Record]:
     ]
 
 
-def static_lines(record: Record, task: Record) -> list[str]:
-    """Return the size of the static networks, and which of them a task does not have, and why."""
-    lines = []
-    if record.get("baselines"):
-        names = ", ".join(record["baselines"])
-        lines.append(
-            f"{names}: static networks, trained at the size that {record['sized_by']} grew to; `never` is the host "
-            "itself, trained without growth"
-        )
-    return lines + [f"{name}: absent: {reason}" for name, reason in task.get("absent", {}).items()]
-
-
-def group_lines(task: Record) -> list[str]:
-    """Say how many trainings the rows of a controller stand for."""
-    lines = []
-    for name, members in task.get("groups", {}).items():
-        few = f"; fewer than {FEW_TRAININGS} say little about a further one" if len(members) < FEW_TRAININGS else ""
-        lines.append(
-            f"{name}: {counted(len(members), 'training')}; its intervals are over trainings and instances together{few}"
-        )
-    return lines
+def result_sections(record: Record) -> list[ReportSection]:
+    """Return a section for each task, and one for all tasks together: first what was grown, then how controllers compare."""
+    tasks = record["tasks"]
+    parts = [(f"task{k}", f"Task {task['task']}", sample_words(record, task), task) for k, task in enumerate(tasks)]
+    if record["together"] is not None:
+        several = f"{counted(len(tasks), 'task')}, each with the same weight"
+        parts.append(("together", "All tasks together", several, record["together"]))
+    sections = []
+    for key, title, sample, estimates in parts:
+        lines = [sample]
+        for row in compared(estimates, record):
+            found, first, second = interval(row["difference"]), row["controller"], row["rule"]
+            shown = f"J differs by {found:+.3f}"
+            if found.above or found.below:
+                lines.append(f"{first} is {'better' if found.above else 'worse'} than {second}: {shown}.")
+            elif not isnan(found.low):
+                lines.append(f"The difference between {first} and {second} is not resolved by {sample}: {shown}.")
+        notes = [f"{name}: absent: {reason}" for name, reason in estimates.get("absent", {}).items()]
+        for name, members in estimates.get("groups", {}).items():
+            few = f"; fewer than {FEW_TRAININGS} say little about a further one" if len(members) < FEW_TRAININGS else ""
+            many = counted(len(members), "training")
+            notes.append(f"{name}: {many}; its intervals are over trainings and instances together{few}")
+        notes += estimates.get("lines", ())
+        tables, figures = tables_of(estimates, record), _figures(estimates, record)
+        sections.append(ReportSection(key, title, lines, tables, figures, notes))
+    return sections
 
 
 def draw_evaluation(record: Record, form: str = "png") -> bytes:
     """Draw J by controller and the paired differences of every task, and of all together, as the content of a file."""
-    parts = [(f"{task['task']}, {sample_words(record, task)}", task) for task in record["tasks"]]
-    if record["together"] is not None:
-        parts.append((f"all {counted(len(record['tasks']), 'task')} together", record["together"]))
     figures = [
-        figure._replace(name=f"{words}: {figure.name}")
-        for words, estimates in parts
-        for figure in _figures(estimates, record)
+        figure._replace(name=f"{section.name}, {section.lines[0]}: {figure.name}")
+        for section in result_sections(record)
+        for figure in section.figures
     ]
     return paint(below_each_other(figures), form)
 
@@ -173,7 +185,6 @@ def sample_words(record: Record, task: Record) -> str:
 
 def content_of(record: Record, name: str) -> Content:
     """Return what the page of a record shows; `name` is that of its folder."""
-    tasks = record["tasks"]
     settings = [row for layer in record["settings"] for row in flat_settings(layer)]
     table = Table("Settings of all controllers", ("key", "value"), settings, texts=(1,))
     names = ", ".join(record.get("named") or []) or "none, only the rules"
@@ -182,39 +193,15 @@ def content_of(record: Record, name: str) -> Content:
         f"Controllers that were named: {names}. Rules to compare with: {', '.join(record['rules'])}.",
         f"Each grew {counted(record['instances'], 'instance')} of every task ({part}, from number {record['first_instance']}) "
         f"under the run seeds {', '.join(map(str, record['seeds']))}.",
-        "J is the metric of a task less rent, a price for added parameters (reward.rent). All figures are of the test split.",
-        *record.get("lines", ()),
-        *(f"Grown by {line}." for line in worker_lines(record)),
+        *reading_lines(record),
     ]
-    sections = [ReportSection("asked", "What was asked", asked, [table] if record["settings"] else [])]
-    for index, task in enumerate(tasks):
-        sample = sample_words(record, task)
-        lines = [f"{sample}."]
-        for row in compared(task, record):
-            found, first, second = interval(row["difference"]), row["controller"], row["rule"]
-            shown = f"J differs by {found:+.3f}"
-            if found.above or found.below:
-                lines.append(f"{first} is {'better' if found.above else 'worse'} than {second}: {shown}.")
-            elif not isnan(found.low):
-                lines.append(f"The difference between {first} and {second} is not resolved by {sample}: {shown}.")
-        notes = [
-            *interval_lines(record),
-            "Interquartile mean: the mean over the middle half of the runs. P(better): how probably a run of the controller has "
-            "a higher J than a run of the other on the same instance.",
-            *static_lines(record, task),
-            *group_lines(task),
-            *task.get("lines", ()),
-        ]
-        title, tables = f"Task {task['task']}", tables_of(task, task["metric"], record)
-        sections.append(ReportSection(f"task{index}", title, lines, tables, _figures(task, record), notes=notes))
-    if record["together"] is not None:
-        together, title = record["together"], f"All {counted(len(tasks), 'task')} together"
-        tables, figures = tables_of(together, tasks[0]["metric"], record), _figures(together, record)
-        line = "Every task has the same weight."
-        sections.append(ReportSection("together", title, [line], tables, figures, notes=interval_lines(record)))
     machine = Table("Machine", ("name", "value"), flat_settings(record["environment"]), texts=(1,))
-    sections.append(ReportSection("machine", "Machine", tables=[machine]))
-    controllers = ", ".join(row["name"] for row in tasks[0]["controllers"])
+    sections = [
+        ReportSection("asked", "What was asked", asked, [table] if record["settings"] else []),
+        *result_sections(record),
+        ReportSection("machine", "Machine", tables=[machine]),
+    ]
+    controllers = ", ".join(row["name"] for row in record["tasks"][0]["controllers"])
     return Content(name, f"evaluation of {controllers}", sections)
 
 
