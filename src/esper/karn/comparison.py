@@ -8,12 +8,12 @@ from os import PathLike
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from esper.karn.reader import fitting_files, open_run, read_model
-from esper.karn.report.drawing import COLOURS, Series, curves
+from esper.karn.report.drawing import COLOURS, Series, curves, on_axis
 from esper.karn.report.frame import Content, ReportSection, flat_settings, write_page
-from esper.karn.run_model import Floats, RunModel
+from esper.karn.report.trained import round_curves
+from esper.karn.run_model import RunModel
 from esper.karn.terminal.console import Table, estimate
 from esper.leyline.config.arguments import to_path
 from esper.leyline.errors import InputError
@@ -277,7 +277,7 @@ def content_of(comparison: Comparison) -> Content:
             ("added parameters", "added"),
         ):
             series = [
-                Series(name, _on_axis(steps, population.steps.tolist(), getattr(population, field)), style)
+                Series(name, on_axis(steps, population.steps.tolist(), getattr(population, field)), style)
                 for name, style, population in shown
             ]
             figures.append(curves(title.capitalize(), steps, series, "step", title))
@@ -300,22 +300,7 @@ def content_of(comparison: Comparison) -> Content:
 
     trained = [(name, style, model.rounds) for name, style, model in drawn if model.rounds]
     if trained:
-        rounds = sorted({row.round for _, _, own in trained for row in own})
-        figures = []
-        for figure in dict.fromkeys(figure for _, _, own in trained for row in own for figure in row.figures):
-            series = []
-            for name, style, own in trained:
-                values = np.array([[row.figures.get(figure)] for row in own], float)
-                series.append(Series(name, _on_axis(rounds, [row.round for row in own], values), style))
-            figures.append(curves(figure.replace("_", " "), rounds, series, "round", "", height=180))
+        known = dict.fromkeys(figure for _, _, own in trained for row in own for figure in row.figures)
         lines = ["Rounds below 0 are imitation. `esper docs training` explains every figure."]
-        known = [each for each in figures if each.absent is None]
-        sections.append(ReportSection("training", "Trainings", lines, figures=known))
+        sections.append(ReportSection("training", "Trainings", lines, figures=round_curves(trained, known, {})))
     return Content("Comparison of runs", ", ".join(names), sections)
-
-
-def _on_axis(axis: Sequence[int], steps: Sequence[int], values: NDArray[Any]) -> Floats:
-    """Spread values (T, E) over an axis of steps; it has nan where this run has no such step."""
-    spread = np.full((len(axis), values.shape[1]), np.nan)
-    spread[np.searchsorted(axis, steps)] = values
-    return spread

@@ -68,6 +68,13 @@ class Series(NamedTuple):
     style: str  # CSS class of the line
 
 
+def on_axis(axis: Sequence[int], x: Sequence[int], values: Floats) -> Floats:
+    """Spread values (T, N), measured at T places, over an axis that has these among others; nan at the others."""
+    spread = np.full((len(axis), values.shape[1]), np.nan)
+    spread[np.searchsorted(axis, x)] = values
+    return spread
+
+
 def curves(
     name: str, x: Sequence[float], series: Sequence[Series], x_name: str, y_name: str, height: int = 240
 ) -> Figure:

@@ -1,11 +1,11 @@
 """Write the sections of a report on the training of a controller: learning, health, and what the policy does and reads."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from esper.karn.report.drawing import COLOURS, Figure, ForestRow, Series, curves, forest
+from esper.karn.report.drawing import COLOURS, Figure, ForestRow, Series, curves, forest, on_axis
 from esper.karn.report.frame import ReportSection
 from esper.karn.run_model import NAN, RunModel
 from esper.leyline.intervals import t_interval
@@ -41,8 +41,9 @@ def training_sections(model: RunModel) -> list[ReportSection]:
     if not model.rounds:
         return []
     names = list(dict.fromkeys(name for row in model.rounds for name in row.figures))
-    learning = _curves(model, [name for name in LEARNING if name in names], LEARNING)
-    health = _curves(model, [name for name in names if name not in LEARNING], HEALTH)
+    training = [("", "grown", model.rounds)]
+    learning = round_curves(training, [name for name in LEARNING if name in names], LEARNING)
+    health = round_curves(training, [name for name in names if name not in LEARNING], HEALTH)
     many = counted(len(model.rounds), "round")
     wrong: dict[str, list[RoundRow]] = {}  # with the learner, by name
     for row in model.rounds:
@@ -111,11 +112,19 @@ def training_sections(model: RunModel) -> list[ReportSection]:
     ]
 
 
-def _curves(model: RunModel, names: Sequence[str], headings: Mapping[str, str]) -> list[Figure]:
-    figures, rounds = [], [row.round for row in model.rounds]
+def round_curves(
+    trainings: Sequence[tuple[str, str, Sequence[RoundRow]]], names: Iterable[str], headings: Mapping[str, str]
+) -> list[Figure]:
+    """Draw figures of rounds, with a line for each training, which has a name, a style and rows; leave out those without values.
+
+    A line whose training has an empty name has that of the figure.
+    """
+    rounds, figures = sorted({row.round for _, _, rows in trainings for row in rows}), []
     for name in names:
-        values, words = np.array([[row.figures.get(name)] for row in model.rounds], float), name.replace("_", " ")
-        series = [Series(words, values, "grown")]
+        series, words = [], name.replace("_", " ")
+        for training, style, rows in trainings:
+            values = np.array([[row.figures.get(name)] for row in rows], float)
+            series.append(Series(training or words, on_axis(rounds, [row.round for row in rows], values), style))
         figures.append(curves(headings.get(name, words), rounds, series, "round", "", 180))
     return [figure for figure in figures if figure.absent is None]
 
