@@ -1,10 +1,9 @@
 """Read run folders: finished runs, runs in progress, and killed ones. T rows of one kind, E environments, S slots."""
 
-import operator
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict, cast
@@ -289,130 +288,107 @@ def _column(values: list[Any]) -> Any:
     return array if array.dtype.kind in "biuf" else values
 
 
-# What environment.json and summary.json hold, as shapes, each written as the content that it allows.
+# What environment.json and summary.json hold.
 
 
-def _type_of(shape: Any) -> Any:
-    """Return the type of a shape, for `msgspec.convert`.
-
-    A shape is a type; a mapping by key, of which a key that ends in ? may be missing, and others are left to who reads them;
-    {str: values}, a mapping by any key; [items] or [items, number], a list; or a tuple of shapes, of which one must fit.
-    """
-    each, by_key, optional = cast(Any, (list, TypedDict, NotRequired))  # mypy knows no types that are made as it runs
-    match shape:
-        case tuple():
-            return reduce(operator.or_, map(_type_of, shape))
-        case [items, number]:
-            return Annotated[each[_type_of(items)], Meta(min_length=number, max_length=number)]
-        case [items]:
-            return each[_type_of(items)]
-        case dict() if str in shape:
-            return dict[str, _type_of(shape[str])]  # type: ignore[misc]
-        case dict():
-            entry = {}
-            for key, inner in shape.items():
-                kind = _type_of(inner)
-                entry[key.removesuffix("?")] = optional[kind] if key.endswith("?") else kind
-            return by_key("Entry", entry)
-    return shape
+def _entry(fields: Mapping[str, Any]) -> Any:
+    """Return the type of a mapping by key, of which a key that ends in ? may be missing; others are left to who reads them."""
+    by_key, optional = cast(Any, (TypedDict, NotRequired))  # mypy knows no types that are made as it runs
+    kinds = {key.removesuffix("?"): optional[kind] if key.endswith("?") else kind for key, kind in fields.items()}
+    return by_key("Entry", kinds)
 
 
-_LABEL = str, int, float, bool
 _STATUS = Literal["running", "finished", "interrupted", "failed"]
-_ENVIRONMENT = _type_of({"command?": [str]})
+_ENVIRONMENT = _entry({"command?": list[str]})
 _ANY_RUN = {
-    "error?": {"type": str, "message": str},
-    "workers?": {"number": Count, "lost": Count, "waiting_seconds": float},
-    "outputs?": {"waits": Count, "waiting_seconds": float},
-    "explanations?": [str],
+    "error?": _entry({"type": str, "message": str}),
+    "workers?": _entry({"number": Count, "lost": Count, "waiting_seconds": float}),
+    "outputs?": _entry({"waits": Count, "waiting_seconds": float}),
+    "explanations?": list[str],
 }
-_FAILED = _type_of({**_ANY_RUN, "status?": _STATUS, "steps_done?": Count})  # before it had figures
-_TRAINED = _type_of(
+_FAILED = _entry({**_ANY_RUN, "status?": _STATUS, "steps_done?": Count})  # before it had figures
+_TRAINED = _entry(
     {
         **_ANY_RUN,
         "status": _STATUS,
         "rounds_done": Count,
-        "best_round?": (int, None),
+        "best_round?": int | None,
         "best_validation_objective": Value,
-        "last_rounds": {str: Value},
-        "anomalies?": {str: {str: (str, int)}},
+        "last_rounds": dict[str, Value],
+        "anomalies?": dict[str, dict[str, str | int]],
         "controller_share": Value,
-        "rollbacks": {str: Count},
-        "refused": {str: Count},
+        "rollbacks": dict[str, Count],
+        "refused": dict[str, Count],
         "seconds?": float,
-        "policy_inputs?": {str: float},
+        "policy_inputs?": dict[str, float],
     }
 )
-_SIZED = _type_of(  # a network that became wider as a whole (`esper.AnytimeGrowth`)
+_SIZED = _entry(  # a network that became wider as a whole (`esper.AnytimeGrowth`)
     {
         **_ANY_RUN,
         "status": _STATUS,
         **dict.fromkeys(("verdict", "why"), str),
         **dict.fromkeys(("steps_done", "seen"), Count),
-        "sizes": [Count],
+        "sizes": list[Count],
         "seconds": float,
     }
 )
-_SEED = {"env": Count, "slot": str, "blueprint": str, "step": Count, "reason": str}
-_CLASS_FIGURES = {
-    **{figure: [Value] for figure in ("balanced_accuracy", "f1_macro", "roc_auc")},
-    "confusion": ([[Count]], None),
-}
-
-
-_HEAD = _type_of({"envs": Annotated[int, Meta(ge=1, le=2**31)], "metric": str})
+_LABELS = list[str | int | float | bool]
+_SEED = _entry({"env": Count, "slot": str, "blueprint": str, "step": Count, "reason": str})
+_CLASS_FIGURES = _entry(
+    {
+        **dict.fromkeys(("balanced_accuracy", "f1_macro", "roc_auc"), list[Value]),
+        "confusion": list[list[Count]] | None,
+    }
+)
+_HEAD = _entry({"envs": Annotated[int, Meta(ge=1, le=2**31)], "metric": str})
 
 
 @lru_cache
 def _grown(envs: int, metric: str) -> Any:
     """Return the type of the summary of a growth that came to its end."""
-    values, counts, one_or_each = [Value, envs], [Count, envs], (Count, [Count, envs])  # over environments
-    pair = {"host": (values, None), "grown": values}  # of the twins, None without twins, and of the grown networks
-    return _type_of(
+    list_of, by_name = cast(Any, (list, dict))
+    each = Meta(min_length=envs, max_length=envs)  # environment
+    values, counts = Annotated[list[Value], each], Annotated[list[Count], each]
+    one_or_each = Count | counts
+    pair = _entry(
+        {"host": values | None, "grown": values}
+    )  # of the twins, None without twins, and of the grown networks
+    static = {"absent?": str, "note?": str, "params?": counts, "seconds?": Value, f"test_{metric}?": values}
+    comparison = {"test_objective": list[Value], "difference": Value, "low": Value, "high": Value}
+    splits = {"train?": one_or_each, "probe": one_or_each, "validation?": one_or_each, "test": one_or_each}
+    rare = {"classes": _LABELS, "rare": _LABELS, "examples": list[Count], "weighted": bool}
+    widening = {"step": Count, "host_params_before": Count, "host_params": Count}
+    return _entry(
         {
             **_ANY_RUN,
             "status": _STATUS,
             **dict.fromkeys(("verdict?", "task", "controller", "device", "metric", "objective_formula"), str),
             **dict.fromkeys(("envs", "steps", "steps_done", "seed", "rows"), Count),
             "epochs_done?": Value,
-            "examples?": {"train?": one_or_each, "probe": one_or_each, "validation?": one_or_each, "test": one_or_each},
+            "examples?": _entry(splits),
             "host_params": one_or_each,
             "grown_params": counts,
             **{f"{split}_{name}": pair for split in ("test", "validation") for name in (metric, "loss", "objective")},
-            "best": {"env": Annotated[int, Meta(ge=0, lt=envs)], "select": str, "validation": Value},
-            "baselines?": {
-                str: {
-                    "absent?": str,
-                    "note?": str,
-                    "params?": counts,
-                    "seconds?": Value,
-                    f"test_{metric}?": values,
-                }
-            },
-            "compared?": {str: {"test_objective": [Value], "difference": Value, "low": Value, "high": Value}},
-            "constant?": {f"test_{metric}": values},
-            "rare_classes?": {
-                "classes": [_LABEL],
-                "rare": [_LABEL],
-                "examples": [Count],
-                "weighted": bool,
-                "grown": _CLASS_FIGURES,
-                "host": (_CLASS_FIGURES, None),
-            },
-            "seeds": dict.fromkeys(("germinated", "fossilized", "unfinished", "discarded", "pruned"), Count),
-            "grown": [{str: str}, envs],
-            "widened?": [{"step": Count, "host_params_before": Count, "host_params": Count}],
-            "widen_ahead?": [Count],
-            "best_step": ({"host": (counts, None), "grown": counts}, None),
+            "best": _entry({"env": Annotated[int, Meta(ge=0, lt=envs)], "select": str, "validation": Value}),
+            "baselines?": by_name[str, _entry(static)],
+            "compared?": by_name[str, _entry(comparison)],
+            "constant?": _entry({f"test_{metric}": values}),
+            "rare_classes?": _entry({**rare, "grown": _CLASS_FIGURES, "host": _CLASS_FIGURES | None}),
+            "seeds": _entry(dict.fromkeys(("germinated", "fossilized", "unfinished", "discarded", "pruned"), Count)),
+            "grown": Annotated[list[dict[str, str]], each],
+            "widened?": list_of[_entry(widening)],
+            "widen_ahead?": list[Count],
+            "best_step": _entry({"host": counts | None, "grown": counts}) | None,
             "stopped_early": bool,
-            "stopped_because": (str, None),
-            "rollbacks": {str: Count},
-            "refused": {str: Count},
-            "skipped_updates?": {"updates": Count, "grown": [Count]},
-            **{decided: [_SEED] for decided in ("plantings?", "keeps?", "prunes?")},
+            "stopped_because": str | None,
+            "rollbacks": dict[str, Count],
+            "refused": dict[str, Count],
+            "skipped_updates?": _entry({"updates": Count, "grown": list[Count]}),
+            **dict.fromkeys(("plantings?", "keeps?", "prunes?"), list_of[_SEED]),
             "seconds": float,
             "env_steps_per_second": Value,
-            "phase_seconds?": {str: float},
+            "phase_seconds?": dict[str, float],
             "reading_p95?": float,
         }
     )
