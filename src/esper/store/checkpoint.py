@@ -11,7 +11,6 @@ Reading executes and unpickles nothing, and follows no link.
 import json
 import os
 import re
-import stat
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,7 +26,17 @@ from esper.leyline.config.tree import CheckpointConfig
 from esper.leyline.errors import InputError
 from esper.store.background import Background
 from esper.store.changes import read_trail
-from esper.store.disk import Retry, checksum_of, remove, sha256_of, sync_folder, write_atomic, write_folder, write_once
+from esper.store.disk import (
+    Retry,
+    checksum_of,
+    read_kept,
+    remove,
+    sha256_of,
+    sync_folder,
+    write_atomic,
+    write_folder,
+    write_once,
+)
 from esper.store.files import CHECKPOINTS, CONFIG
 from esper.store.tensors import Tree, flatten, to_parts, unflatten
 
@@ -245,7 +254,7 @@ class Checkpoints:
             if _name(facts["steps"]) != name:
                 raise Damaged(f"{path} is that of another checkpoint, of step {facts['steps']}")
             known = facts["files"][TENSORS]
-            data = _content(folder / TENSORS, _LARGEST_TENSORS, known["bytes"])
+            data = _content(folder / TENSORS, _LARGEST_TENSORS)
             if sha256_of(data) != known["sha256"]:
                 raise Damaged(f"{folder / TENSORS} is damaged, by its sha256")
             return Checkpoint(facts["steps"], unflatten(load(data), facts["state"]))
@@ -262,22 +271,12 @@ def _named(path: Path) -> tuple[str, str]:
     return said[1], said[3]
 
 
-def _content(path: Path, largest: int, exactly: int | None = None) -> bytes:
-    """Return the content of a regular file, no link, of at most `largest` or of `exactly` bytes. Raises Damaged otherwise."""
+def _content(path: Path, largest: int) -> bytes:
+    """Return the content of a regular file, no link, of at most `largest` bytes. Raises Damaged otherwise."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        raise Damaged(f"{path} cannot be read: {error.strerror}") from None
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode):  # checked here, because `open` raises another error for a folder
-        os.close(descriptor)
-        raise Damaged(f"{path} is not a regular file")
-    with open(descriptor, "rb") as file:
-        if found.st_size > largest:
-            raise Damaged(f"{path} has {found.st_size:,} bytes, more than any of its kind")
-        if exactly is not None and found.st_size != exactly:
-            raise Damaged(f"{path} has {found.st_size:,} bytes instead of {exactly:,}")
-        return file.read()
+        return read_kept(path, largest, "")
+    except InputError as error:
+        raise Damaged(str(error).removesuffix("; ")) from None
 
 
 def _name(number: int) -> str:
