@@ -14,7 +14,7 @@ from typer import Argument, Option
 
 from esper.commands.options import fail, say
 from esper.leyline.distribution import TARGETS, of_extra
-from esper.leyline.errors import InputError, system_in_words
+from esper.leyline.errors import InputError
 from esper.leyline.text import counted
 
 if TYPE_CHECKING:
@@ -71,34 +71,28 @@ def events(
         frame = source.frame(kind)
         with of_extra("frames", "parquet needs pyarrow, which is"):
             import pyarrow  # noqa: F401  (pandas writes parquet with it)
-        with _beside(out) as temporary:
-            frame.to_parquet(temporary, index=False)
+        with _opened(out) as file:
+            frame.to_parquet(file.buffer, index=False)
 
 
 @contextmanager
 def _opened(out: Path | None, *, at_once: bool = False) -> Iterator[TextIO]:
-    """Open FILE for writing, or the terminal, which stays open. `at_once` writes FILE itself, which others read meanwhile."""
+    """Open FILE for writing, or the terminal, which stays open. FILE is replaced when it is whole, or `at_once` for its readers.
+
+    InputError if FILE cannot be written; OSError names it on a full disk.
+    """
+    from esper.store.disk import FULL, replacing
+
     if out is None:
         yield sys.stdout
         return
-    with nullcontext(out) if at_once else _beside(out) as path:
-        with system_in_words(f"{out} cannot be written", "name another file"):
-            file = open(path, "w", encoding="utf-8", newline="")  # noqa: SIM115 (closed below)
-        with file:
-            yield file
-
-
-@contextmanager
-def _beside(out: Path) -> Iterator[Path]:
-    """Yield a temporary file that then replaces FILE. InputError if FILE cannot be written; OSError names it on a full disk."""
-    from esper.store.disk import FULL, replacing
-
-    if out.exists() and not out.is_file():  # a pipe or a device, which cannot be replaced
-        yield out
-        return
+    whole = not at_once and (out.is_file() or not out.exists())  # a pipe or a device cannot be replaced
     try:
-        with replacing(Path(os.path.realpath(out))) as temporary:  # behind a link, which stays
-            yield temporary
+        with (
+            replacing(Path(os.path.realpath(out))) if whole else nullcontext(out) as path,  # behind a link, which stays
+            open(path, "w", encoding="utf-8", newline="") as file,
+        ):
+            yield file
     except OSError as error:
         if error.errno in FULL:
             raise OSError(error.errno, os.strerror(error.errno), str(out)) from error
