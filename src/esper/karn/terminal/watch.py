@@ -14,7 +14,7 @@ from esper.karn.run_model import LISTED, RunModel
 from esper.karn.terminal.console import output_lines
 from esper.leyline.distribution import of_extra
 from esper.leyline.lifecycle.stages import ADDED, Stage
-from esper.leyline.text import counted, printable
+from esper.leyline.text import counted, duration, printable
 from esper.store.files import EVENTS, is_run
 
 with of_extra("tui", "esper watch needs textual, which is"):
@@ -205,12 +205,7 @@ class Watch(App[None]):
         share = min(done / whole, 1.0) if whole else 0.0
         left = model.seconds_left()
         bar = "#" * round(20 * share) + "-" * (20 - round(20 * share))
-        ahead = ""
-        if not math.isnan(left) and self.state == "running":
-            minutes, seconds = divmod(round(left), 60)
-            hours, minutes = divmod(minutes, 60)
-            short = f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
-            ahead = f", about {f'{hours} h {minutes} min' if hours else short} left"
+        ahead = f", about {duration(left)} left" if left >= 0 and self.state == "running" else ""  # it may be nan
         reading = ""
         if model.reading is not None:
             share_of_time, p95 = model.reading
