@@ -14,7 +14,7 @@ from esper.karn.report.drawing import COLOURS, Series, curves, on_axis
 from esper.karn.report.frame import Content, ReportSection, flat_settings, write_page
 from esper.karn.report.trained import round_curves
 from esper.karn.run_model import RunModel
-from esper.karn.terminal.console import Table, estimate
+from esper.karn.terminal.console import Table, added_params, estimate
 from esper.leyline.config.arguments import to_path
 from esper.leyline.errors import InputError
 from esper.leyline.intervals import MeanInterval, t_factor, t_interval
@@ -130,7 +130,7 @@ def verdict(first: Compared, second: Compared) -> Verdict:
     objective = None
     if one["objective_formula"] == other["objective_formula"]:
         objective = difference(*(run.by_key(summary["test_objective"]["grown"]) for run, summary in both))
-    params = difference(*(run.by_key(added_params(run)) for run, _ in both))
+    params = difference(*(run.by_key(added_params(summary)) for run, summary in both))
     over = f"over {counted(metric.pairs, 'environment')} that both grew from the same host and data"
     if not metric.pairs:
         over = "unpaired, because the runs share no environment (task, seed and instances)"
@@ -193,7 +193,7 @@ def result_table(runs: Sequence[Compared]) -> Table:
             continue
         seeds, metric = summary["seeds"], summary["metric"]
         test = f"{metric} {estimate(summary[f'test_{metric}']['grown'], '.4f')}"
-        worth, added = estimate(summary["test_objective"]["grown"], ".4f"), estimate(added_params(run), ",.0f")
+        worth, added = estimate(summary["test_objective"]["grown"], ".4f"), estimate(added_params(summary), ",.0f")
         kept, seconds = f"{seeds['fossilized']} of {seeds['germinated']}", f"{summary['seconds']:,.1f}"
         rows.append((run.name, model.status, test, worth, added, kept, seconds))
     columns = ("run", "status", "test metric", "J", "added parameters", "seeds kept", "seconds")
@@ -209,15 +209,6 @@ def notes(comparison: Comparison) -> list[str]:
     if len(comparison.verdicts) > 1:
         lines.append("Every interval is that of its own pair; none is corrected for the number of pairs.")
     return lines
-
-
-def added_params(run: Compared) -> list[float]:
-    """Return (E,) parameters of the seeds that were kept."""
-    summary = run.summary
-    assert summary is not None
-    grown, host = summary["grown_params"], summary["host_params"]
-    hosts = host if isinstance(host, list) else [host] * len(grown)
-    return [float(whole - own) for whole, own in zip(grown, hosts, strict=True)]
 
 
 def compare(*runs: str | PathLike[str], out: str | PathLike[str] | None = None) -> Comparison:

@@ -381,12 +381,10 @@ def results(model: RunModel) -> tuple[list[str], list[str], list[Table], list[st
     whole, hosts = summary["grown_params"], summary["host_params"]
     sizes = hosts if isinstance(hosts, list) else [hosts] * len(whole)
     rows = []
-    for env, seeds in enumerate(summary["grown"]):
+    for env, (seeds, added) in enumerate(zip(summary["grown"], console.added_params(summary), strict=True)):
         kept = ", ".join(f"{blueprint} at {slot}" for slot, blueprint in seeds.items())
         others = (_number(values[env]) for values in static.values())
-        rows.append(
-            (str(env), _number(scores[env]), *others, f"{whole[env] - sizes[env]:,}", kept or "none", f"{failed[env]}")
-        )
+        rows.append((str(env), _number(scores[env]), *others, f"{added:,}", kept or "none", f"{failed[env]}"))
     named = (f"grown, test {summary['metric']}", *static)
     columns = ("environment", *named, "added parameters", "seeds kept", "rollbacks")
     tables.append(Table("Results by environment", columns, rows, texts=(len(columns) - 2,)))

@@ -312,6 +312,13 @@ def trouble_lines(summary: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def added_params(summary: Mapping[str, Any]) -> list[int]:
+    """Return (E,) parameters of the seeds that were kept."""
+    grown, host = summary["grown_params"], summary["host_params"]
+    hosts = host if isinstance(host, list) else [host] * len(grown)
+    return [whole - own for whole, own in zip(grown, hosts, strict=True)]
+
+
 def _waits(summary: Mapping[str, Any]) -> list[str]:
     outputs = summary.get("outputs")
     return [] if outputs is None else output_lines(outputs["waiting_seconds"], summary["seconds"])
