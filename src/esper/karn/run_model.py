@@ -3,6 +3,7 @@
 T steps, E environments, S slots, K blueprints. A quantity that a run did not measure, or did not record, is None or nan, never 0.
 """
 
+import bisect
 import itertools
 import re
 from array import array
@@ -120,7 +121,8 @@ class DecisionLog:
     planted: int = 0  # plantings outside of trainings
     plantings: list[LifecycleRow] = field(default_factory=list)  # the first `LISTED` of them
     idle: int = 0  # prunes of seeds in TRAINING whose gain was exactly 0, so that switching them on changed no loss
-    _ends: list[LifecycleRow] = field(default_factory=list)
+    # the largest contributions and then the smallest, `DRAWN_DECISIONS` at most; of equal ones the earlier comes first
+    ends: list[LifecycleRow] = field(default_factory=list)
 
     def write(self, row: LifecycleRow) -> None:
         """Count a row if it is a decision to plant, to keep or to remove a seed, and not one of a validation."""
@@ -138,16 +140,9 @@ class DecisionLog:
             self.first.append(row)
         if row.contribution_mean is not None:
             self.measured += 1
-            self._ends.append(row)
-            if len(self._ends) > 8 * DRAWN_DECISIONS:
-                self._ends = self.ends
-
-    @property
-    def ends(self) -> list[LifecycleRow]:
-        """The largest contributions and then the smallest, `DRAWN_DECISIONS` at most; of equal ones the earlier comes first."""
-        ordered = sorted(self._ends, key=lambda row: -(row.contribution_mean or 0.0))  # stable, so parts give the ends
-        half = DRAWN_DECISIONS // 2
-        return ordered if len(ordered) <= DRAWN_DECISIONS else ordered[:half] + ordered[-half:]
+            bisect.insort(self.ends, row, key=lambda row: -(row.contribution_mean or 0.0))
+            if len(self.ends) > DRAWN_DECISIONS:
+                del self.ends[DRAWN_DECISIONS // 2]
 
 
 class Tally(NamedTuple):
