@@ -101,13 +101,6 @@ class Sensed(NamedTuple):
     medians: Floats  # (R, S, F) medians over environments
 
 
-class Times(NamedTuple):
-    """Says where the time of the run went. R rows."""
-
-    steps: NDArray[np.int64]  # (R,) last step of each row
-    seconds: Mapping[str, Floats]  # (R,) by phase
-
-
 @dataclass
 class DecisionLog:
     """Counts the plantings, keeps and prunes of a run; those of a training's episodes, without those of validations.
@@ -311,7 +304,7 @@ class RunModel:
     needs all steps.
     """
 
-    # As of the last call of `complete`. Without steps, measurements, sensors or times in the rows, what holds these is None.
+    # As of the last call of `complete`. Without steps, measurements or sensors in the rows, what holds these is None.
     status: str
     config: Mapping[str, Any]
     summary: Mapping[str, Any] | None
@@ -320,7 +313,6 @@ class RunModel:
     stays: list[Stay]
     worths: Worths | None
     sensed: Sensed | None
-    times: Times | None
     tallies: list[Tally]  # of all episodes but those of validations, the blueprint that was tried most first
     params: dict[tuple[str, str], float]  # mean number of parameters of the seeds in them, by blueprint and slot
 
@@ -370,7 +362,7 @@ class RunModel:
         self._measured: list[tuple[int, Floats]] = []  # step, contributions
         self._worth: dict[str, Floats] = {}  # the last Shapley values and interactions
         self._sensed: list[tuple[int, Sequence[str], Floats]] = []  # step, names, medians
-        self._phases: list[tuple[int, Mapping[str, float]]] = []  # step, seconds
+        self.phases: list[PhasesRow] = []
 
         self._analytics = BlueprintAnalytics()
         self._episodes: dict[tuple[str, str], list[EpisodeRow]] = {}  # of the present round, by cohort and task
@@ -535,7 +527,7 @@ class RunModel:
             self.waited += row.output_wait_seconds
             self.timed += whole
         if self.history:
-            self._phases.append((row.step, row.phase_seconds))
+            self.phases.append(row)
 
     def _log(self, env: int, words: str) -> None:
         self._logs.setdefault(env, deque(maxlen=LOGGED)).append(words)
@@ -603,7 +595,7 @@ class RunModel:
         self.status, self.config = run.status, run.checked_config
         self.summary, self.environment = run.summary, run.environment
         self.tallies, self.params = self._analytics.tallies(), self._analytics.prices()
-        self.population = self.worths = self.sensed = self.times = None
+        self.population = self.worths = self.sensed = None
         self.stays = []
         if self.head is not None and self._steps:
             self.population, self.stays = _timeline(self.head, self._steps, self._changes, self.rollbacks)
@@ -614,11 +606,6 @@ class RunModel:
         if self._sensed:
             steps, names, medians = zip(*self._sensed, strict=True)
             self.sensed = Sensed(np.array(steps), names[0], np.array(medians))
-        if self._phases:
-            steps, spent = zip(*self._phases, strict=True)
-            phases = dict.fromkeys(name for each in spent for name in each)
-            seconds = {name: np.array([each.get(name, np.nan) for each in spent]) for name in phases}
-            self.times = Times(np.array(steps), seconds)
         return self
 
 

@@ -218,11 +218,11 @@ def faults_section(model: RunModel) -> ReportSection | None:
                 f"Kept seeds whose last contribution was below 0: {bad.sum()} of {kept.sum()}, in "
                 f"{_named(np.flatnonzero(bad.any(1)))}. A contribution close to 0 may be so by chance."
             )
-    if model.times is not None:
-        whole = np.nansum(list(model.times.seconds.values()), axis=0)
+    if model.phases:
+        whole = [sum(row.phase_seconds.values()) for row in model.phases]
         median = np.median(whole)
-        slow = model.times.steps[whole > SLOW * median]
-        if slow.size:
+        slow = [row.step for row, seconds in zip(model.phases, whole, strict=True) if seconds > SLOW * median]
+        if slow:
             odd.append(f"Steps that took more than {SLOW} times the median of {median:.2g} seconds: {_listed(slow)}.")
     lines += odd or ["No other anomaly was found."]
     return ReportSection("faults", "Rollbacks and anomalies", lines, tables)

@@ -154,7 +154,7 @@ def missing_parts(model: RunModel) -> list[str]:
         "curves, stages and seeds over time: the run kept no rows of steps (telemetry.level)": model.population,
         "contributions over time: no seed was measured, or the run kept no rows of it (telemetry.level)": model.worths,
         "sensors: none were measured (probe.sensors_every), or the run kept no rows of them": model.sensed,
-        "seconds of each step: the run kept no rows of them (telemetry.level)": model.times,
+        "seconds of each step: the run kept no rows of them (telemetry.level)": model.phases or None,
     }
     return [sentence for sentence, found in why.items() if found is None]
 
@@ -248,12 +248,13 @@ def _machine(model: RunModel) -> ReportSection:
         ]
         tables.append(Table("Time by phase of a step", ("phase", "seconds", "share"), shares))
     figures, settings = [], flat_settings(model.config)
-    if model.times is not None:
-        series = [
-            Series(name, seconds[:, None], f"run{index % COLOURS}")
-            for index, (name, seconds) in enumerate(model.times.seconds.items())
-        ]
-        figures.append(curves("Seconds of a step by phase", model.times.steps.tolist(), series, "step", "seconds"))
+    if model.phases:
+        series = []
+        for index, name in enumerate(dict.fromkeys(name for row in model.phases for name in row.phase_seconds)):
+            seconds = np.array([[row.phase_seconds.get(name)] for row in model.phases], float)
+            series.append(Series(name, seconds, f"run{index % COLOURS}"))
+        steps = [row.step for row in model.phases]
+        figures.append(curves("Seconds of a step by phase", steps, series, "step", "seconds"))
     if model.environment is not None:
         usual, machine = dict(settings), flat_settings(model.environment)
         # Settings of a task in a training only where they differ from the config.
