@@ -33,8 +33,6 @@ def decisions_section(model: RunModel) -> ReportSection | None:
         lines = [
             f"The contribution of a seed is the metric of its network less the metric with the seed switched off, on {examples}; "
             "in the reasons of single decisions, ± is its standard error over these examples.",
-            "The incubation gain of a seed in TRAINING is the loss of its network less the loss with the seed switched on, so "
-            "more than 0 is good.",
         ]
         if gates.get("certify") is not None:
             lines.append(

@@ -180,10 +180,6 @@ def worth_section(model: RunModel) -> ReportSection | None:
     if not pairs:
         lines.append("No environment had two seeds that acted together when interactions were measured.")
         return section
-    lines.append(
-        "An interaction above 0 says that two seeds bring more together than each alone would let expect; below 0, that they do "
-        "the same work twice."
-    )
     caption = "Interactions of pairs of seeds: means over environments ± standard error, of the last that were measured"
     return section._replace(tables=[Table(caption, ("slots", "interaction", "environments"), pairs)])
 

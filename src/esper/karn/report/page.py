@@ -42,8 +42,8 @@ WORDS: Mapping[str, str] = {
     "contribution": "metric of a network less its metric with the seed switched off, on the probe split",
     "environment": "one network in training with its seeds; all of them together are the population",
     "gate": "the conditions on a seed before it may act (ADVANCE) or be kept (FOSSILIZE)",
-    "incubation gain": "loss of a network less its loss with the seed switched on, for a seed in TRAINING",
-    "interaction": "what two seeds bring together beyond what each brings alone",
+    "incubation gain": "loss of a network less its loss with the seed switched on, for a seed in TRAINING; above 0 it is good",
+    "interaction": "what two seeds bring together beyond what each brings alone; below 0 they do the same work twice",
     "J": "the metric less rent",
     "probe split": "examples on which gates and contributions are measured; networks do not train on them",
     "rent": "a price for added parameters: reward.rent * ln(1 + added parameters / host parameters); a host smaller than "
@@ -178,9 +178,7 @@ def _asked(model: RunModel) -> ReportSection:
         lines.append(
             f"At most {counted(seeds, 'seed')} may be in an environment at once, kept ones included (lifecycle.max_seeds)."
         )
-    lines.append(
-        "A seed is a small module that is planted in a slot of the host, and kept or pruned; the words are explained at the end."
-    )
+    lines.append("The words of this page are explained at its end.")
     # What rent is, and what it costs these hosts to double.
     reward, hosts = config.get("reward") or {}, [] if head is None else list(head.host_param_counts)
     rent, least = reward.get("rent"), reward.get("rent_size", 0)
@@ -379,8 +377,6 @@ def results(model: RunModel) -> tuple[list[str], list[str], list[Table], list[st
             )
             tables.append(Table(title, ("class", *names), counts))
     failed = Counter(row.env for row in model.rollbacks if not row.twin)
-    whole, hosts = summary["grown_params"], summary["host_params"]
-    sizes = hosts if isinstance(hosts, list) else [hosts] * len(whole)
     rows = []
     for env, (seeds, added) in enumerate(zip(summary["grown"], console.added_params(summary), strict=True)):
         kept = ", ".join(f"{blueprint} at {slot}" for slot, blueprint in seeds.items())
