@@ -41,7 +41,6 @@ class Content(NamedTuple):
     heading: str  # line below it
     sections: Sequence[ReportSection]
     data: Markup | None = None  # JSON of the slider in the section "growth"; None without it
-    last_step: int = 0  # last place of the slider
     missing: Sequence[str] = ()  # what the page leaves out because the run has none of it, in sentences
 
 

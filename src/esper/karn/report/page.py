@@ -135,10 +135,8 @@ def content_of(model: RunModel, name: str) -> Content:
         _machine(model),
         ReportSection("glossary", "Words", tables=[words]),
     )
-    population = model.population
-    last_step = 0 if population is None else len(population.steps) - 1
     shown = [section for section in sections if section is not None]
-    return Content(name, heading(model), shown, _data(model), last_step, missing_parts(model))
+    return Content(name, heading(model), shown, _data(model), missing_parts(model))
 
 
 def missing_parts(model: RunModel) -> list[str]:
