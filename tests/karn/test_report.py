@@ -203,9 +203,9 @@ def test_shapley_values_and_interactions_are_the_last_that_were_measured_in_each
         fed.write(SensorsRow(episode=0, step=step, sensors=["participation"], readings=readings))
     model = fed.complete(esper.open_run(run))
     nan = np.nan
-    assert np.array_equal(model.worths.shapley, [[0.7, nan], [0.1, 0.3], [nan, nan]], equal_nan=True)
-    assert np.array_equal(model.worths.interaction[1], [[nan, 0.2], [0.2, nan]], equal_nan=True)
-    assert np.array_equal(model.sensed.medians, [[[2.0], [nan]]] * 2, equal_nan=True)
+    assert np.array_equal(model.coalitions["shapley"], [[0.7, nan], [0.1, 0.3], [nan, nan]], equal_nan=True)
+    assert np.array_equal(model.coalitions["interaction"][1], [[nan, 0.2], [0.2, nan]], equal_nan=True)
+    assert np.array_equal([medians for _, _, medians in model.sensed], [[[2.0], [nan]]] * 2, equal_nan=True)
     said = Page(page(model, "x")).said
     first, second = model.head.slots
     assert "Interactions of pairs of seeds: means over environments ± standard error" in said

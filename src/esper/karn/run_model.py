@@ -82,25 +82,6 @@ class EpisodeSteps(NamedTuple):
     seed: NDArray[np.int64]  # (T, E, S) index of the blueprint in the slot, NO_SEED if there is none
 
 
-class Worths(NamedTuple):
-    """Holds what the seeds of the run were worth. R rows, in the order in which they were measured."""
-
-    steps: NDArray[np.int64]  # (R,) numbers of the steps
-    contribution: Floats  # (R, E, S) contribution of every seed to the metric
-    # The last values of every seed, and of every pair, after the last step at which coalitions were measured there; None if
-    # they never were.
-    shapley: Floats | None  # (E, S)
-    interaction: Floats | None  # (E, S, S)
-
-
-class Sensed(NamedTuple):
-    """Holds the growth sensors of the run. R rows, F sensors."""
-
-    steps: NDArray[np.int64]  # (R,) steps after which they were measured
-    names: Sequence[str]  # (F,) the sensors
-    medians: Floats  # (R, S, F) medians over environments
-
-
 @dataclass
 class DecisionLog:
     """Counts the plantings, keeps and prunes of a run; those of a training's episodes, without those of validations.
@@ -304,15 +285,13 @@ class RunModel:
     needs all steps.
     """
 
-    # As of the last call of `complete`. Without steps, measurements or sensors in the rows, what holds these is None.
+    # As of the last call of `complete`. The population is None without steps in the rows.
     status: str
     config: Mapping[str, Any]
     summary: Mapping[str, Any] | None
     environment: Mapping[str, Any] | None
     population: EpisodeSteps | None
     stays: list[Stay]
-    worths: Worths | None
-    sensed: Sensed | None
     tallies: list[Tally]  # of all episodes but those of validations, the blueprint that was tried most first
     params: dict[tuple[str, str], float]  # mean number of parameters of the seeds in them, by blueprint and slot
 
@@ -359,9 +338,11 @@ class RunModel:
         # of the last row of phases: share of the time in which training waited for batches, and 95th percentile of these waits
         # [seconds]; None where all examples are in memory
         self.reading: tuple[float, float] | None = None
-        self._measured: list[tuple[int, Floats]] = []  # step, contributions
-        self._worth: dict[str, Floats] = {}  # the last Shapley values and interactions
-        self._sensed: list[tuple[int, Sequence[str], Floats]] = []  # step, names, medians
+        self.contributions: list[tuple[int, Floats]] = []  # step, and contribution (E, S) of every seed to the metric
+        # The Shapley values (E, S) and the interactions (E, S, S) after the last step at which coalitions were measured there.
+        self.coalitions: dict[str, Floats] = {}
+        # step, names (F,) of the growth sensors, and their medians (S, F) over environments
+        self.sensed: list[tuple[int, Sequence[str], Floats]] = []
         self.phases: list[PhasesRow] = []
 
         self._analytics = BlueprintAnalytics()
@@ -403,7 +384,7 @@ class RunModel:
             case SensorsRow() if cohort is UNSET and self.history:
                 known = np.ma.masked_invalid(np.array(row.readings, float))
                 medians = np.ma.median(known, axis=0).filled(np.nan)  # type: ignore[no-untyped-call]
-                self._sensed.append((row.step, row.sensors, medians))
+                self.sensed.append((row.step, row.sensors, medians))
             case PhasesRow() if cohort is UNSET:
                 self._write_phases(row)
             case RollbackRow():
@@ -512,12 +493,12 @@ class RunModel:
         if not self.history:
             return
         if row.contribution_means is not None:
-            self._measured.append((row.step, np.array(row.contribution_means, float)))
+            self.contributions.append((row.step, np.array(row.contribution_means, float)))
         for name, values in (("shapley", row.shapley_means), ("interaction", row.interactions)):
             if values is not None:
                 found = np.array(values, float)
-                before = self._worth.get(name, np.full(found.shape, np.nan))
-                self._worth[name] = np.where(np.isfinite(found), found, before)
+                before = self.coalitions.get(name, np.full(found.shape, np.nan))
+                self.coalitions[name] = np.where(np.isfinite(found), found, before)
 
     def _write_phases(self, row: PhasesRow) -> None:
         whole = sum(row.phase_seconds.values())
@@ -595,17 +576,9 @@ class RunModel:
         self.status, self.config = run.status, run.checked_config
         self.summary, self.environment = run.summary, run.environment
         self.tallies, self.params = self._analytics.tallies(), self._analytics.prices()
-        self.population = self.worths = self.sensed = None
-        self.stays = []
+        self.population, self.stays = None, []
         if self.head is not None and self._steps:
             self.population, self.stays = _timeline(self.head, self._steps, self._changes, self.rollbacks)
-        if self._measured:
-            steps, values = zip(*self._measured, strict=True)
-            shapley, interaction = self._worth.get("shapley"), self._worth.get("interaction")
-            self.worths = Worths(np.array(steps), np.array(values), shapley, interaction)
-        if self._sensed:
-            steps, names, medians = zip(*self._sensed, strict=True)
-            self.sensed = Sensed(np.array(steps), names[0], np.array(medians))
         return self
 
 

@@ -208,9 +208,9 @@ def faults_section(model: RunModel) -> ReportSection | None:
         worse = [env for env, (grown, host) in enumerate(pairs) if None not in (grown, host) and grown < host]
         if worse:
             odd.append(f"Grown networks that ended worse than their twin on the test split: {_named(worse)}.")
-    if model.worths is not None and population is not None:
+    if model.contributions and population is not None:
         kept = population.stage[-1] == Stage.FOSSILIZED
-        bad = kept & (model.worths.contribution[-1] < 0)
+        bad = kept & (model.contributions[-1][1] < 0)
         if bad.any():
             odd.append(
                 f"Kept seeds whose last contribution was below 0: {bad.sum()} of {kept.sum()}, in "

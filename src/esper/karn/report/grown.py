@@ -1,5 +1,6 @@
 """Write the sections of a report on what grew: curves, stages, what seeds were worth, sensors, and sizes of a whole network."""
 
+from collections.abc import Sequence
 from itertools import combinations
 
 import numpy as np
@@ -145,22 +146,22 @@ def growth_section(model: RunModel) -> ReportSection | None:
 
 def worth_section(model: RunModel) -> ReportSection | None:
     """Show contributions over time, Shapley values and interactions."""
-    measured, head = model.worths, model.head
-    if measured is None or head is None:
+    if not model.contributions or model.head is None:
         return None
-    series = [Series(slot, measured.contribution[:, :, s], f"run{s % COLOURS}") for s, slot in enumerate(head.slots)]
-    figures: list[Figure] = [
-        curves("Contribution of the seeds in each slot", measured.steps.tolist(), series, "step", "contribution")
-    ]
+    steps, measured = zip(*model.contributions, strict=True)
+    slots, values = model.head.slots, np.array(measured)
+    series = [Series(slot, values[:, :, s], f"run{s % COLOURS}") for s, slot in enumerate(slots)]
+    figures: list[Figure] = [curves("Contribution of the seeds in each slot", steps, series, "step", "contribution")]
     lines = [BANDS, "A contribution counts for seeds that act, with alpha above 0."]
     section = ReportSection("worth", "What the seeds were worth", lines, figures=figures)
-    if measured.shapley is None or not np.isfinite(measured.shapley).any():
+    shapley, interaction = model.coalitions.get("shapley"), model.coalitions.get("interaction")
+    if shapley is None or not np.isfinite(shapley).any():
         lines.append(
             "Shapley values and interactions were not measured (probe.coalitions_every, or never two seeds at once)."
         )
         return section
     rows = []
-    for slot, column in zip(head.slots, measured.shapley.T, strict=True):
+    for slot, column in zip(slots, shapley.T, strict=True):
         known = column[np.isfinite(column)]
         if known.size:
             mean, low, high, count = t_interval(known.tolist())
@@ -172,10 +173,10 @@ def worth_section(model: RunModel) -> ReportSection | None:
         "was measured in an environment; the figure has means over environments with 95 % t intervals."
     )
     pairs = []
-    for first, second in combinations(range(len(head.slots)), 2):
-        found = [] if measured.interaction is None else measured.interaction[:, first, second].tolist()
+    for first, second in combinations(range(len(slots)), 2):
+        found = [] if interaction is None else interaction[:, first, second].tolist()
         if finite := [each for each in found if np.isfinite(each)]:
-            name = f"{head.slots[first]} with {head.slots[second]}"
+            name = f"{slots[first]} with {slots[second]}"
             pairs.append((name, plus_minus(*mean_and_error(finite)), f"{len(finite)}"))
     if not pairs:
         lines.append("No environment had two seeds that acted together when interactions were measured.")
@@ -186,20 +187,19 @@ def worth_section(model: RunModel) -> ReportSection | None:
 
 def sensors_section(model: RunModel) -> ReportSection | None:
     """Return the growth sensors of every slot over time, beside what was decided there."""
-    sensed, head = model.sensed, model.head
-    if sensed is None or head is None:
+    if not model.sensed or model.head is None:
         return None
-    chosen = _chosen(sensed.steps)
-    steps = sensed.steps[chosen]
-    figures = []
-    for s, slot in enumerate(head.slots):
+    taken, (sensors, *_), measured = zip(*model.sensed, strict=True)
+    chosen = _chosen(taken)
+    steps, figures = np.array(taken)[chosen], []
+    for s, slot in enumerate(model.head.slots):
         names, rows = ["planted", "pruned", "kept"], []
         for stage in (Stage.GERMINATED, Stage.PRUNED, Stage.FOSSILIZED):
             # How many fall between the step before and each step, this one included.
             at = [stay.start for stay in model.stays if stay.slot == s and stay.stage == stage]
             place = np.searchsorted(steps, np.array(at, int))
             rows.append(np.bincount(place[place < len(steps)], minlength=len(steps)).astype(float))
-        for name, medians in zip(sensed.names, sensed.medians[chosen, s].T, strict=True):
+        for name, medians in zip(sensors, np.array(measured)[chosen, s].T, strict=True):
             known = medians[np.isfinite(medians)]
             names.append(f"{name} ({known.min():.3g} to {known.max():.3g})" if known.size else name)
             rows.append(medians)
@@ -246,6 +246,6 @@ def size_section(model: RunModel) -> ReportSection:
     return ReportSection("result", "What came out", lines, [table] if rows else [], shown)
 
 
-def _chosen(steps: Integers) -> Integers:
+def _chosen(steps: Sequence[int] | Integers) -> Integers:
     """Return the indices of at most `DRAWN_READINGS` steps, the first and the last among them."""
     return np.unique(np.linspace(0, len(steps) - 1, min(len(steps), DRAWN_READINGS)).round().astype(int))

@@ -150,9 +150,9 @@ def missing_parts(model: RunModel) -> list[str]:
         return ["curves, stages and sensors of single networks: the page of a training shows its rounds"]
     why = {
         "curves, stages and seeds over time: the run kept no rows of steps (telemetry.level)": model.population,
-        "contributions over time: no seed was measured, or the run kept no rows of it (telemetry.level)": model.worths,
+        "contributions over time: no seed was measured, or the run kept no rows of it (telemetry.level)": model.contributions,
         "sensors: none were measured (probe.sensors_every), or the run kept no rows of them": model.sensed,
-        "seconds of each step: the run kept no rows of them (telemetry.level)": model.phases or None,
+        "seconds of each step: the run kept no rows of them (telemetry.level)": model.phases,
     }
     return [sentence for sentence, found in why.items() if found is None]
 
