@@ -374,7 +374,7 @@ def test_a_command_is_shown_as_it_is_typed_and_a_program_of_python_is_not(run):
     typed = ["/usr/bin/esper", "grow", "iris", "--run", "my run"]
     said = Page(page(changed(model, environment={**model.environment, "command": typed}), "iris")).said
     assert "The command was: esper grow iris --run 'my run'" in said
-    assert "To repeat the run: esper grow iris --run 'my run'," in said
+    assert "To repeat the run, give it with another folder" in said
     for other in (["study.py"], ["/usr/bin/esper", "resume", "r"], []):
         said = Page(page(changed(model, environment={**model.environment, "command": other}), "iris")).said
         assert "The command was" not in said

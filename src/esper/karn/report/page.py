@@ -154,7 +154,7 @@ def missing_parts(model: RunModel) -> list[str]:
         "sensors: none were measured (probe.sensors_every), or the run kept no rows of them": model.sensed,
         "seconds of each step: the run kept no rows of them (telemetry.level)": model.phases,
     }
-    return [sentence for sentence, found in why.items() if found is None]
+    return [sentence for sentence, found in why.items() if not found]
 
 
 def _asked(model: RunModel) -> ReportSection:
@@ -197,22 +197,11 @@ def _asked(model: RunModel) -> ReportSection:
         lines.append(f"Changed when the run was resumed: {', '.join(model.changed)}.")
     usual = dict(flat_settings(Config().model_dump(mode="json")))
     own = [(key, value, usual[key]) for key, value in flat_settings(config) if key in usual and usual[key] != value]
-    command = _command(model)
-    if command:
-        lines.append(f"The command was: {command}")
     caption = (
         "Settings that differ from the defaults of Esper, those that the task or esper train brings along included"
     )
     tables = [Table(caption, ("key", "value", "default"), own, texts=(1, 2))]
     return ReportSection("asked", "What was asked", lines, tables if own else [])
-
-
-def _command(model: RunModel) -> str | None:
-    """Return the command that began the run, as it is typed; None if it was another program or `esper resume`."""
-    words = (model.environment or {}).get("command") or []
-    if len(words) < 2 or Path(str(words[0])).name != "esper" or words[1] == "resume":
-        return None
-    return shlex.join(["esper", *map(str, words[1:])])
 
 
 def _machine(model: RunModel) -> ReportSection:
@@ -230,12 +219,13 @@ def _machine(model: RunModel) -> ReportSection:
                 f"controller decided and learned for {deciding:,.1f} seconds, and networks were trained, measured and "
                 "validated in the others."
             )
-    command = _command(model)
-    if command:
-        lines.append(
-            f"To repeat the run: {command}, with another folder or --overwrite, and with the versions of the table Machine. "
-            "On a processor of the same kind with as many threads its figures are the same; `esper docs determinism` has more."
-        )
+    program, *arguments = (model.environment or {}).get("command") or [""]
+    if Path(program).name == "esper" and arguments and arguments[0] != "resume":
+        lines += [
+            f"The command was: {shlex.join(['esper', *arguments])}",
+            "To repeat the run, give it with another folder or --overwrite, and with the versions of the table Machine. On a "
+            "processor of the same kind with as many threads its figures are the same; `esper docs determinism` has more.",
+        ]
     phases = summary.get("phase_seconds")
     if phases:
         whole = sum(phases.values())
