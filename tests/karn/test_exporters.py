@@ -299,7 +299,7 @@ def test_settings_with_which_nothing_could_be_exported_are_refused(tmp_path, tel
 
 def test_an_exporter_that_fails_is_reported_once_with_its_reason(tmp_path):
     exporter = Guarded(Exporter(tmp_path / "none", "tensorboard", lambda run, summary: None))
-    exporter.write(RoundRow(round=0, seconds=0.0, figures={}))
+    exporter.write_all([RoundRow(round=0, seconds=0.0, figures={})])
     with pytest.warns(RunWarning) as caught:
         exporter.close()
     (told,) = [str(each.message) for each in caught]

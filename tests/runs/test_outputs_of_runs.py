@@ -107,7 +107,7 @@ def test_an_interrupt_within_an_output_is_no_error_of_it():
             raise KeyboardInterrupt
 
     guarded = Guarded(Interrupts())
-    guarded.write(RoundRow(round=0, seconds=0.0, figures={}))
+    guarded.write_all([RoundRow(round=0, seconds=0.0, figures={})])
     with pytest.raises(KeyboardInterrupt):
         guarded.close()
     assert guarded.output is not None

@@ -24,13 +24,13 @@ class Hub:
     """
 
     def __init__(
-        self, outputs: Sequence[Output] = (), level: Level = "step", seq: int = 0, raise_steps: int = 0
+        self, outputs: Sequence[Output | JsonLines | Guarded] = (), level: Level = "step", raise_steps: int = 0
     ) -> None:
         self.outputs = tuple(outputs)
         self._file = next((output for output in self.outputs if isinstance(output, JsonLines)), None)
         self._queued = [output for output in self.outputs if isinstance(output, Guarded)]
         self.asked: Level = level
-        self.seq = seq
+        self.seq = 0
         self.raise_steps, self.raised = raise_steps, 0
         self.seconds = 0.0
 

@@ -46,9 +46,6 @@ class Guarded:
         self._name, self._note = type(output).__name__, note
         self._failure: str | None = None  # set by the thread
 
-    def write(self, row: Row) -> None:
-        self.write_all((row,))
-
     def write_all(self, rows: Sequence[Row]) -> None:
         if self.output is not None:
             self.backlog.submit(partial(self._call, "write", [(row,) for row in rows]), len(rows))
@@ -102,9 +99,6 @@ class JsonLines:
         self._digest = hashlib.sha256()  # of the rows
         self._changed = False  # whether another process changed the file
 
-    def write(self, row: Row) -> None:
-        self.write_all((row,))
-
     def write_all(self, rows: Sequence[Row]) -> None:
         """Append a line for each row, or none if that fails."""
         lines = b"".join(map(encode, rows))
@@ -153,10 +147,8 @@ class JsonLines:
         if self._file is None:
             self.retry(self.path, open_)
             assert self._file is not None
-            self._digest, self._length = hashlib.sha256(), 0
-            for block in _blocks(self._file):
-                self._digest.update(block)
-                self._length += len(block)
+            with open(self._file, "rb", closefd=False) as known:
+                self._digest, self._length = hashlib.file_digest(known, "sha256"), known.tell()
         return self._file
 
     def _check(self) -> None:
@@ -178,7 +170,9 @@ class JsonLines:
         except FileNotFoundError:
             lost = "was removed by another process; its rows were written again"
         if lost:
-            content = b"".join(_blocks(self._file))
+            with open(self._file, "rb", closefd=False) as known:
+                known.seek(0)
+                content = known.read()
             self.retry(self.path, lambda: write_atomic(self.path, content))
             self.close()
             self._open()
@@ -196,11 +190,3 @@ class JsonLines:
             raise
         except OSError as error:
             raise Unwritable(f"cannot write {self.path}: {error.strerror}; repair that and resume the run") from error
-
-
-def _blocks(file: int) -> Iterator[bytes]:
-    """Yield the content of a file, a megabyte at a time, without moving its position."""
-    place = 0
-    while block := os.pread(file, 2**20, place):
-        yield block
-        place += len(block)

@@ -157,7 +157,7 @@ def _listed(paths: list[Path]) -> str:
     return ", ".join(map(str, paths[:_NAMED])) + more
 
 
-def exporters(config: Config, folder: Path | None, note: Callable[[str], None]) -> list[Output]:
+def exporters(config: Config, folder: Path | None, note: Callable[[str], None]) -> list[Guarded]:
     """Make the exporters and the outputs of other packages that a config names, each with a queue and a thread."""
     names = config.telemetry.exporters
     if not names:
@@ -201,7 +201,7 @@ class RunFolder:
         self.path, self.config, self.note = path, config, note
         self.opening = opening
         self.retry: Retry = write_once
-        kept: list[Output] = []
+        kept: list[JsonLines] = []
         others = [*(Guarded(output, note) for output in outputs), *exporters(config, path, note)]
         if path is not None:
             command = resume_command(path, config.tasks or (config.task,), config.controller)
