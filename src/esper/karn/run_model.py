@@ -133,6 +133,7 @@ class Tally(NamedTuple):
         measured (int): number of seeds over which that mean is taken
         params_bought (int or None): parameters of the seeds that were kept; None if the run has no decision rows
         steps_to_keep (float): mean number of steps from planting to keeping; nan if none was kept
+        price (float): mean number of parameters of the seeds planted; nan if the run has no decision rows
     """
 
     blueprint: str
@@ -145,6 +146,7 @@ class Tally(NamedTuple):
     measured: int
     params_bought: int | None
     steps_to_keep: float
+    price: float
 
 
 class BlueprintAnalytics:
@@ -219,14 +221,11 @@ class BlueprintAnalytics:
                 len(self._measured[key]),
                 count["params"] if count["priced"] == count["GERMINATED"] else None,
                 mean_and_error(self._waited[key])[0],
+                count["price"] / count["priced"] if count["priced"] else NAN,
             )
             for key, count in self._counts.items()
         ]
         return sorted(found, key=lambda tally: (-tally.tried, tally.slot, tally.blueprint))
-
-    def prices(self) -> dict[tuple[str, str], float]:
-        """Return mean number of parameters of the seeds planted, by blueprint and slot."""
-        return {key: count["price"] / count["priced"] for key, count in self._counts.items() if count["priced"]}
 
 
 def _place(row: PlayedRow, env: int, slot: str) -> tuple[object, ...]:
@@ -293,7 +292,6 @@ class RunModel:
     population: EpisodeSteps | None
     stays: list[Stay]
     tallies: list[Tally]  # of all episodes but those of validations, the blueprint that was tried most first
-    params: dict[tuple[str, str], float]  # mean number of parameters of the seeds in them, by blueprint and slot
 
     def __init__(self, rounds: range | None = None, history: bool = True) -> None:
         """`rounds` are those of a training, of which the ones of imitation are below 0; None for other runs.
@@ -575,7 +573,7 @@ class RunModel:
         assert self.history
         self.status, self.config = run.status, run.checked_config
         self.summary, self.environment = run.summary, run.environment
-        self.tallies, self.params = self._analytics.tallies(), self._analytics.prices()
+        self.tallies = self._analytics.tallies()
         self.population, self.stays = None, []
         if self.head is not None and self._steps:
             self.population, self.stays = _timeline(self.head, self._steps, self._changes, self.rollbacks)

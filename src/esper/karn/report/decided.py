@@ -57,15 +57,12 @@ def decisions_section(model: RunModel) -> ReportSection | None:
         # Rent is charged where the sizes of the hosts are known.
         reward, hosts = model.config.get("reward") or {}, model.head.host_param_counts
         size = max(float(np.mean(hosts)), reward.get("rent_size") or 0) if len(hosts) and "rent" in reward else None
-        prices = {}
-        for seed, params in model.params.items():
-            rent = "-" if size is None else f"{reward['rent'] * np.log1p(params / size):.4f}"
-            prices[seed] = f"{params:,.0f}", rent
         rows = [
             (
                 each.blueprint,
                 each.slot,
-                *prices.get((each.blueprint, each.slot), ("-", "-")),
+                "-" if np.isnan(each.price) else f"{each.price:,.0f}",
+                "-" if size is None or np.isnan(each.price) else f"{reward['rent'] * np.log1p(each.price / size):.4f}",
                 f"{each.tried:,}",
                 f"{each.kept:,}",
                 f"{each.pruned:,}",
