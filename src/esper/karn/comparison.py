@@ -197,7 +197,7 @@ def result_table(runs: Sequence[Compared]) -> Table:
         kept, seconds = f"{seeds['fossilized']} of {seeds['germinated']}", f"{summary['seconds']:,.1f}"
         rows.append((run.name, model.status, test, worth, added, kept, seconds))
     columns = ("run", "status", "test metric", "J", "added parameters", "seeds kept", "seconds")
-    return Table("What came out of each run, on the test split", columns, rows, texts=(1,))
+    return Table("What came out of each run, on the test split", columns, rows)
 
 
 def notes(comparison: Comparison) -> list[str]:

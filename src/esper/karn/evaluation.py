@@ -15,7 +15,6 @@ from esper.leyline.text import counted, rounded
 Record = Mapping[str, Any]
 FEW_UNITS = 10  # with fewer instances or runs, a line says that the intervals of a task are too narrow
 FEW_TRAININGS = 5  # with fewer trainings of one controller, a line says that they are few
-PATHS = ("controller", "against")  # columns whose names may be paths, which may wrap; numbers may not
 
 
 def print_evaluation(record: Record, console: Console) -> None:
@@ -25,7 +24,7 @@ def print_evaluation(record: Record, console: Console) -> None:
     for section in result_sections(record):
         print_lines(console, f"{section.name}: {section.lines[0]}")
         for table in section.tables:
-            print_table(console, table, PATHS)
+            print_table(console, table)
         print_lines(console, *section.notes)
     print_lines(console, *notes)
 
@@ -101,9 +100,11 @@ def tables_of(estimates: Record, record: Record) -> list[Table]:
     of_costs = ("controller", metric, "added parameters", "seeds kept", "training s", "searched")
     of_differences = ("controller", "against", "difference of J", "P(better)")
     return [
-        Table("J of every controller, mean and interquartile mean", of_objectives, objectives),
-        Table("What J is made of: means over runs, and the seconds of all of its training", of_costs, costs),
-        Table("Paired differences of J, controller less rule", of_differences, differences),
+        Table("J of every controller, mean and interquartile mean", of_objectives, objectives, texts=(0,)),
+        Table(
+            "What J is made of: means over runs, and the seconds of all of its training", of_costs, costs, texts=(0,)
+        ),
+        Table("Paired differences of J, controller less rule", of_differences, differences, texts=(0, 1)),
     ]
 
 

@@ -2,7 +2,7 @@
 
 import shlex
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -25,7 +25,7 @@ _WIDE = 11  # width of the column of parameters, so that the table fits into 80 
 
 
 class Table(NamedTuple):
-    """Holds a table; the first cell of a row is its name, and `texts` are the columns of words, which may wrap in a page."""
+    """Holds a table; the first cell of a row is its name, and `texts` are the columns of words, which may wrap."""
 
     caption: str
     columns: Sequence[str]
@@ -33,15 +33,15 @@ class Table(NamedTuple):
     texts: Sequence[int] = ()
 
 
-def print_table(console: Console, table: Table, wrapped: Collection[str] = ()) -> None:
+def print_table(console: Console, table: Table) -> None:
     """Print a table without its caption. Columns are never cut; in a narrower terminal, long lines continue on the next line.
 
-    rich itself would replace the end of a number by an ellipsis, or leave out a column. Columns in `wrapped`, by name, may wrap.
+    rich itself would replace the end of a number by an ellipsis, or leave out a column.
     """
     drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
     for index, name in enumerate(map(printable, table.columns)):
         justify: Literal["left", "right"] = "left" if index in (0, *table.texts) else "right"
-        cells, whole = [printable(row[index]) for row in table.rows], name not in wrapped
+        cells, whole = [printable(row[index]) for row in table.rows], index not in table.texts
         width = max(map(cell_len, (name, *cells))) if whole else None
         drawn.add_column(Text(name), justify=justify, no_wrap=whole, min_width=width, overflow="fold")
     for row in table.rows:
