@@ -389,7 +389,7 @@ def test_below_the_table_stand_the_verdict_and_at_most_eight_lines_whatever_happ
     below = lines[verdict + 1 :]
     assert len(below) == 8
     for said in (
-        "mlp at slot3 in 3 of 3, and 5 more; the host is a network that was grown before",
+        "mlp at slot3 in 3 of 3 and 5 more; the host is a network that was grown before",
         "rolled back: 2 loss; refused: 1,200 seed cap",
         "why: nothing was planted in 1 of 3 (and 2 more reasons)",
         "plain: absent: segment 0 of the host is a [/]GRU",

@@ -40,6 +40,12 @@ def either(words: Sequence[str]) -> str:
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
+def listed(values: Sequence[object], most: int = 3) -> str:
+    """Write the first values with commas between them, and how many more there are: `a, b and 3 more`."""
+    more = f" and {len(values) - most} more" if len(values) > most else ""
+    return ", ".join(map(str, values[:most])) + more
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return rows of cells as lines with columns of equal width; the last column ends where its text does."""
     sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]

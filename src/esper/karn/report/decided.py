@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from esper.karn.report.drawing import ForestRow, forest
 from esper.karn.report.frame import ReportSection
@@ -12,7 +11,7 @@ from esper.karn.terminal.console import Table
 from esper.leyline.intervals import plus_minus
 from esper.leyline.lifecycle.stages import Stage, meaning_of
 from esper.leyline.lifecycle.verdicts import Refusal, Vital
-from esper.leyline.text import counted
+from esper.leyline.text import counted, listed
 from esper.nissa.rows import LifecycleRow
 
 NAMED = 8  # most environments or steps that a sentence names
@@ -132,16 +131,16 @@ def decisions_section(model: RunModel) -> ReportSection | None:
         tables.append(Table(caption, columns, refused, texts=(1, 2, 3, 6)))
     elif model.population is not None:
         lines.append("No decision was refused.")
-    for title, listed, count in (
+    for title, first, count in (
         ("Plantings", model.decided.plantings, model.decided.planted),
         ("Keeps and prunes", model.decided.first, model.decided.total),
     ):
-        if not listed:
+        if not first:
             continue
-        trained, ends = any(isinstance(each.round, int) for each in listed), title != "Plantings"
+        trained, ends = any(isinstance(each.round, int) for each in first), title != "Plantings"
         columns = [*["round"] * trained, "step", "environment", "slot", "blueprint", *["decision"] * ends, "reason"]
         cells = []
-        for each in listed:
+        for each in first:
             place = *[f"{each.round}"] * trained, f"{each.step}", f"{each.env}", each.slot, each.blueprint or ""
             cells.append((*place, *[_fate(each)] * ends, each.why or ""))
         more = f", the first {LISTED} of {count:,}" if count > LISTED else ""
@@ -197,7 +196,7 @@ def faults_section(model: RunModel) -> ReportSection | None:
     if population is not None:
         bad = ~np.isfinite(population.metric) | ~np.isfinite(population.loss)
         if bad.any():
-            steps, envs = counted(int(bad.sum()), "step"), _named(np.flatnonzero(bad.any(0)))
+            steps, envs = counted(int(bad.sum()), "step"), _named(np.flatnonzero(bad.any(0)).tolist())
             odd.append(f"The metric or the loss was not finite at the end of {steps}, in {envs}.")
     scores = summary.get(f"test_{summary.get('metric')}") or {}
     if scores.get("host"):
@@ -211,22 +210,19 @@ def faults_section(model: RunModel) -> ReportSection | None:
         if bad.any():
             odd.append(
                 f"Kept seeds whose last contribution was below 0: {bad.sum()} of {kept.sum()}, in "
-                f"{_named(np.flatnonzero(bad.any(1)))}. A contribution close to 0 may be so by chance."
+                f"{_named(np.flatnonzero(bad.any(1)).tolist())}. A contribution close to 0 may be so by chance."
             )
     if model.phases:
         whole = [sum(row.phase_seconds.values()) for row in model.phases]
         median = np.median(whole)
         slow = [row.step for row, seconds in zip(model.phases, whole, strict=True) if seconds > SLOW * median]
         if slow:
-            odd.append(f"Steps that took more than {SLOW} times the median of {median:.2g} seconds: {_listed(slow)}.")
+            odd.append(
+                f"Steps that took more than {SLOW} times the median of {median:.2g} seconds: {listed(slow, NAMED)}."
+            )
     lines += odd or ["No other anomaly was found."]
     return ReportSection("faults", "Rollbacks and anomalies", lines, tables)
 
 
-def _named(envs: Sequence[int] | NDArray[np.int64]) -> str:
-    return f"environment{'s' * (len(envs) != 1)} {_listed(envs)}"
-
-
-def _listed(numbers: Sequence[int] | NDArray[np.int64]) -> str:
-    shown = ", ".join(str(number) for number in list(numbers)[:NAMED])
-    return shown + (f" and {len(numbers) - NAMED} more" if len(numbers) > NAMED else "")
+def _named(envs: Sequence[int]) -> str:
+    return f"environment{'s' * (len(envs) != 1)} {listed(envs, NAMED)}"

@@ -15,7 +15,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from esper.leyline.intervals import differences, mean_and_error, plus_minus, t_interval
-from esper.leyline.text import counted, printable
+from esper.leyline.text import counted, listed, printable
 
 _LONG_WAIT = 0.03  # share of a run that the wait for outputs may have without being mentioned
 SHOWN_GROWN = 4  # kinds of grown seeds by slot that are printed; the report has all of them
@@ -137,8 +137,7 @@ def closing_lines(summary: Mapping[str, Any], brief: bool = False) -> list[str]:
 
     counts = Counter((blueprint, slot) for grown in summary["grown"] for slot, blueprint in grown.items())
     grew = [f"{blueprint} at {slot} in {count} of {envs}" for (blueprint, slot), count in counts.most_common()]
-    if brief and len(grew) > SHOWN_GROWN:
-        grew = [*grew[:SHOWN_GROWN], f"and {len(grew) - SHOWN_GROWN} more"]
+    kinds = listed(grew, SHOWN_GROWN if brief else len(grew)) or "nothing"
     host = "; the host is a network that was grown before, with its seeds and weights" if summary.get("regrown") else ""
     names = ("germinated", "fossilized", "pruned", "unfinished", *(("discarded",) if seeds["discarded"] else ()))
     left_out = "; unfinished seeds are left out of the networks" if seeds["unfinished"] else ""
@@ -160,7 +159,7 @@ def closing_lines(summary: Mapping[str, Any], brief: bool = False) -> list[str]:
     named = f"best: environment {best['env']}, by validation {chosen}{value} (select={best['select']})"
     found = [
         reading,
-        [f"grew: {', '.join(grew) or 'nothing'}{host}"],
+        [f"grew: {kinds}{host}"],
         [fates, *trouble_lines(summary), *_waits(summary)],
         *([line] for line in why),
         special,
@@ -256,8 +255,7 @@ def rare_class_lines(summary: Mapping[str, Any]) -> list[str]:
     found = summary.get("rare_classes")
     if found is None:
         return []
-    shown, rest = found["rare"][:SHOWN_GROWN], len(found["rare"]) - SHOWN_GROWN
-    names = ", ".join(map(printable, shown)) + (f" and {rest} more" if rest > 0 else "")
+    names = printable(listed(found["rare"], SHOWN_GROWN))
     tested = counted(sum(found["examples"]), "test example")
     line = f"rare classes ({names}; {tested}): balanced accuracy {estimate(found['grown']['balanced_accuracy'], '.4f')} grown"
     if found["host"] is not None:

@@ -26,7 +26,7 @@ from esper.kasmina.graft.recording import (
 from esper.leyline.errors import InputError, is_out_of_memory, typed_line
 from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.streams import STREAMS, Kind, Sequence, Stream
-from esper.leyline.text import aligned, counted, kind_of
+from esper.leyline.text import aligned, counted, kind_of, listed
 
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 _LAYERS = (nn.Linear, nn.Bilinear, nn.RNNBase, nn.MultiheadAttention, *_CONVOLUTIONS)
@@ -740,7 +740,10 @@ class FoundSites(dict[str, Site]):
                 rows.append((source or "input", target, f"{read:,}", str(site.stream), unit, why))
             lines += ["further spans", *aligned(rows)]
         if self.left_out:
-            lines += ["left out", *(f"  {why}: {_listed(paths)}" for why, paths in _by_reason(self.left_out).items())]
+            lines += [
+                "left out",
+                *(f"  {why}: {listed(paths, _SHOWN)}" for why, paths in _by_reason(self.left_out).items()),
+            ]
         return "\n".join([f"{counted(len(self), 'site')} in {self._network}", *lines])
 
 
@@ -791,7 +794,7 @@ def find_sites(module: nn.Module, example: Any, loss: Callable[[Any], Tensor] | 
                 break
         else:
             common = sorted(_by_reason(left_out).items(), key=lambda item: -len(item[1]))[:_SHOWN]
-            reasons = "; ".join(f"{_listed(paths)} ({reason})" for reason, paths in common)
+            reasons = "; ".join(f"{listed(paths, _SHOWN)} ({reason})" for reason, paths in common)
             raise NoSiteError(
                 f"no site found in {type(module).__name__}: {reasons or 'it has no submodule with parameters'}",
                 left_out,
@@ -840,11 +843,6 @@ def _by_reason(left_out: Mapping[str, str]) -> dict[str, list[str]]:
     for path, reason in left_out.items():
         found.setdefault(reason, []).append(path)
     return found
-
-
-def _listed(paths: list[str]) -> str:
-    more = len(paths) - _SHOWN
-    return ", ".join(paths[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _examples(example: Any) -> int:

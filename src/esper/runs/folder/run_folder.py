@@ -22,6 +22,7 @@ from esper.leyline.errors import DataFault, InputError, OutOfMemory, UserCodeErr
 from esper.leyline.lifecycle.view import Space
 from esper.leyline.plugins import OUTPUTS, load_plugin, plugins
 from esper.leyline.reference import is_reference, resume_call, resume_command
+from esper.leyline.text import listed
 from esper.nissa.hub import Hub
 from esper.nissa.outputs import Guarded, JsonLines, Output
 from esper.nissa.recovery import Mark, resume_events
@@ -52,7 +53,6 @@ _OWN = re.compile(
 _ASIDE = re.compile(r"\.(.+)\.(new|old)")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MEND = "name another folder (--run, run=)"
-_NAMED = 3  # largest number of files that a message names
 _LEFT_OUT = "interrupted again: the last whole step is saved; another Ctrl-C leaves that out"
 
 
@@ -117,7 +117,7 @@ def check_folder(folder: Path, overwrite: bool = False) -> None:
             )
         if in_the_way := list_contents(folder).in_the_way:
             raise InputError(
-                f"a run would overwrite {_listed(in_the_way)}, which Esper did not write, so {stays}; move those files "
+                f"a run would overwrite {listed(in_the_way)}, which Esper did not write, so {stays}; move those files "
                 f"elsewhere, or {_MEND}"
             )
     place = folder.absolute()
@@ -142,19 +142,13 @@ def create_folder(folder: Path, overwrite: bool = False, note: Callable[[str], N
         (folder / files.CONFIG).unlink(missing_ok=True)  # last, because it makes the folder recognisable as a run
     if found.others and note is not None:
         were = "were" if len(found.others) > 1 else "was"
-        note(f"{_listed(found.others)} in {folder} {were} not written by Esper and not removed")
+        note(f"{listed(found.others)} in {folder} {were} not written by Esper and not removed")
 
 
 def make_folder(folder: Path) -> None:
     """Create the folder if it does not exist. Raises InputError if that fails."""
     with system_in_words(None, _MEND):
         folder.mkdir(parents=True, exist_ok=True)
-
-
-def _listed(paths: list[Path]) -> str:
-    """Return the first paths, separated by commas, and the number of further paths."""
-    more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
-    return ", ".join(map(str, paths[:_NAMED])) + more
 
 
 def exporters(config: Config, folder: Path | None, note: Callable[[str], None]) -> list[Guarded]:
