@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, drawn_with, get_blueprint
 from esper.kasmina.host import SegmentedHost, check_host, drawn_host, dtype_of, segment_outputs
@@ -644,46 +645,35 @@ def taught_streams(data: ResidentData, body: Body) -> list[IntactStreams]:
     A stream of several positions is read at those that the sensors read, as one example each. Empty where no instance has an
     intact network.
     """
-    if all(problem.intact is None for problem in data.problems):
+    streams = [None if each.intact is None else _streams(*each.intact(), each, data, body) for each in data.problems]
+    known = next((each for each in streams if each is not None), None)
+    if known is None:
         return []
-    streams = [_streams(problem, data, body) for problem in data.problems]
-    row, most = data.row.tolist(), data.fit.y.shape[1]
-    found = []
-    for slot in range(len(body.slots)):
-        pair = []
-        for part, tap in enumerate((HERE, BEFORE)):
-            own = [None if each is None else each[slot][part] for each in streams]
-            positions = next(each.shape[1] for each in own if each is not None)
-            width = max(int(body.layout.widest.taps[slot, tap]), 1)
-            padded = [
-                torch.full((most * positions, width), torch.nan)
-                if each is None
-                else F.pad(each, (0, width - each.shape[2], 0, 0, 0, most - len(each))).flatten(0, 1)
-                for each in own
-            ]
-            pair.append(torch.stack([padded[index] for index in row]).to(data.device, data.dtype))
-        found.append(IntactStreams(*pair))
-    return found
+    absent = pytree.tree_map(lambda features: torch.full_like(features, torch.nan), known)
+    of_rows = [streams[index] or absent for index in data.row.tolist()]
+    return pytree.tree_map(lambda *rows: torch.stack(rows).to(data.device, data.dtype), *of_rows)
 
 
-def _streams(problem: Instance, data: ResidentData, body: Body) -> list[tuple[Tensor, Tensor]] | None:
-    """Return the stream and what a bypass reads at every slot of an intact network, (N, P, C) each at P positions, or None."""
-    if problem.intact is None:
-        return None
-    host, x = problem.intact()
+def _streams(host: nn.Module, x: Batch, problem: Instance, data: ResidentData, body: Body) -> list[IntactStreams]:
+    """Return the streams of an intact network on examples x, without the axis of the rows, as wide and as many as of any row."""
     assert isinstance(host, SegmentedHost), type(host)
     host.eval()
     streams = segment_outputs(host.segments, picked(problem.read(x, data.dtype), slice(SENSED)))
-    found = []
-    for index, (slot, kind) in enumerate(zip(host.slots, body.layout.streams, strict=True)):
+    most, found = data.fit.y.shape[1], []
+    for slot, kind, widest in zip(host.slots, body.layout.streams, body.layout.widest.taps.tolist(), strict=True):
         before, here = streams[slot.start], streams[slot.after + 1]
         assert isinstance(here, Tensor), "a segment must return one tensor"
         stream = kind.positions(here[None])[0]
         read = torch.full_like(stream[:, :1], torch.nan)
-        if body.layout.widest.taps[index, BEFORE]:
+        if widest[BEFORE]:
             assert isinstance(before, Tensor), "what has a width is one tensor"
             read = kind.positions(kind.fitted(before, here)[None])[0]
-        found.append((stream.unflatten(0, (len(here), -1)), read.unflatten(0, (len(here), -1))))
+        missing = (most - len(here)) * len(stream) // len(here)  # positions of further examples, which come last
+        padded = (
+            F.pad(each, (0, max(widest[tap], 1) - each.shape[1], 0, missing))
+            for each, tap in ((stream, HERE), (read, BEFORE))
+        )
+        found.append(IntactStreams(*padded))
     return found
 
 
