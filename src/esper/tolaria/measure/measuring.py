@@ -10,7 +10,7 @@ from esper.tolaria.governor import Signs
 from esper.tolaria.measure.certifying import Certifier
 from esper.tolaria.measure.coalitions import Sampling, coalitions, masks
 from esper.tolaria.measure.probe import spread
-from esper.tolaria.population import ParameterNorms, Population, ProbeRequest
+from esper.tolaria.population import ParameterNorms, Population, ProbeRequest, TrainedFigures
 
 
 class StepMeasurements(NamedTuple):
@@ -60,11 +60,9 @@ def measure(
     wanted = coalitions(seeds, sampling, terminal=terminal)
     look = None if certifier is None else certifier.look(seeds, last)
     figures = population.probe(seeds, ProbeRequest(wanted.branches, look=look, **asked))
-    shape, training, signs = seeds.stage.shape, figures.trained, figures.signs.T
-    fresh = unmeasured(*last.sensors.shape)
-    seed_norm, train_loss, host_norm = fresh.seed_gradient_norm, fresh.train_loss, None
-    if training is not None:
-        train_loss, host_norm, seed_norm = training.loss, training.gradient_norm, training.seed_norm
+    shape, signs, fresh = seeds.stage.shape, figures.signs.T, unmeasured(*last.sensors.shape)
+    nothing = TrainedFigures(fresh.train_loss, None, fresh.seed_gradient_norm, np.zeros(shape, bool))
+    train_loss, host_norm, seed_norm, seed_trained, parameter_norms, skipped = figures.trained or nothing
     measurements = fresh._replace(
         metric=figures.metric,
         loss=figures.loss,
@@ -89,10 +87,9 @@ def measure(
         measurements = certifier.certified(seeds, last, measurements, look, figures.compared)
 
     gradient = np.ones(len(figures.loss), bool) if host_norm is None else np.isfinite(host_norm)
-    if training is not None:
-        gradient &= (np.isfinite(seed_norm) | ~training.seed_trained).all(1)
-        if training.skipped is not None and host_norm is not None:  # nan says that no update was made
-            gradient |= np.isnan(host_norm)
+    gradient &= (np.isfinite(seed_norm) | ~seed_trained).all(1)
+    if skipped is not None and host_norm is not None:  # nan says that no update was made
+        gradient |= np.isnan(host_norm)
     scores = Scores(figures.metric, figures.loss, population.table.added_params(seeds))
     kept = population.table.added_params(seeds, frozenset({Stage.FOSSILIZED}))
     exported = None
@@ -117,7 +114,7 @@ def measure(
         Signs(figures.loss, figures.metric, signs[0], signs[1], train_loss, gradient, np.isfinite(signs[2])),
         figures.finite,
         None if figures.validation is None else Scores(*figures.validation, kept),
-        None if training is None else training.parameter_norms,
+        parameter_norms,
     )
 
 
