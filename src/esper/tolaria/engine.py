@@ -311,12 +311,8 @@ class Engine(Generic[P]):
     def snapshot(self) -> dict[str, Any]:
         """Return everything that the next step depends on, as a tree of arrays (store/checkpoint.py) that share memory."""
         state = self.state
-        records = ("seeds", "measurements", "coalitions", "scores", "compute", "contributions")
         return {
-            "episode": state.episode,
-            "step": state.step,
-            "instance": state.instance,
-            **{name: as_tree(getattr(state, name)) for name in records},
+            **{name: as_tree(value) for name, value in vars(state).items() if name not in ("trial", "pending")},
             **self.population.snapshot(),
             "governor": self.governor.state(state.step),
             "early_stopping": None if self.stopping is None else self.stopping.state(state.step),
