@@ -116,7 +116,7 @@ class RouteContext:
             name=folder.name,
             slots=head.slots if isinstance(head, RunRow) else (),
             operations=contents.OPERATIONS,
-            fates=contents.FATES.items(),
+            carried_out=contents.CARRIED_OUT.items(),
             chosen=chosen,
             rows=rows,
             heading=counted(count, "decision"),

@@ -18,7 +18,7 @@ from esper.nissa.rows import DecisionRow
 from esper.store.disk import open_regular
 from esper.store.files import CHANGES, CONFIG, CONTROLLER, ENVIRONMENT, EVENTS, MODELS, REPORT, SUMMARY
 
-FATES = {"yes": True, "no": False}
+CARRIED_OUT = {"yes": True, "no": False}
 OPERATIONS = tuple(op.name for op in Op if op != Op.WAIT)
 FIELDS = ("env", "slot", "op", "carried_out", "text")
 """The fields of the form that selects decisions: of their rows, and a text in the reason of the decision or of its refusal."""
@@ -27,14 +27,16 @@ FIELDS = ("env", "slot", "op", "carried_out", "text")
 def read_filter(query: Mapping[str, str]) -> dict[str, Any]:
     """Return the values that a form selects decisions by, without fields that are empty. InputError if a value is unknown."""
     chosen: dict[str, Any] = {field: query[field] for field in FIELDS if query.get(field)}
-    env, op, fate = (chosen.get(field, "") for field in ("env", "op", "carried_out"))
+    env, op, carried_out = (chosen.get(field, "") for field in ("env", "op", "carried_out"))
     if env and not (env.isascii() and env.isdigit() and len(env) < 10):
         raise InputError(f"env is {env[:40]!r}; give the number of an environment")
     if op and op not in OPERATIONS:
         raise InputError(f"op is {op[:40]!r}; give one of {', '.join(OPERATIONS)}")
-    if fate and fate not in FATES:
-        raise InputError(f"carried_out is {fate[:40]!r}; give one of {', '.join(FATES)}")
-    return chosen | ({"env": int(env)} if env else {}) | ({"carried_out": FATES[fate]} if fate else {})
+    if carried_out and carried_out not in CARRIED_OUT:
+        raise InputError(f"carried_out is {carried_out[:40]!r}; give one of {', '.join(CARRIED_OUT)}")
+    return (
+        chosen | ({"env": int(env)} if env else {}) | ({"carried_out": CARRIED_OUT[carried_out]} if carried_out else {})
+    )
 
 
 def decisions(folder: Path, chosen: Mapping[str, Any]) -> Iterator[tuple[bytes, DecisionRow]]:

@@ -143,7 +143,7 @@ def closing_lines(summary: Mapping[str, Any], brief: bool = False) -> list[str]:
     left_out = "; unfinished seeds are left out of the networks" if seeds["unfinished"] else ""
     if seeds["discarded"]:
         left_out += "; discarded ones were fossilized after the best step"
-    fates = f"seeds: {', '.join(f'{seeds[name]} {name}' for name in names)}{left_out}"
+    outcomes = f"seeds: {', '.join(f'{seeds[name]} {name}' for name in names)}{left_out}"
     why = [f"why: {sentence}" for sentence in summary.get("explanations", [])]
     if brief and len(why) > 1:
         why = [f"{why[0]} (and {counted(len(why) - 1, 'more reason')})"]
@@ -160,7 +160,7 @@ def closing_lines(summary: Mapping[str, Any], brief: bool = False) -> list[str]:
     found = [
         reading,
         [f"grew: {kinds}{host}"],
-        [fates, *trouble_lines(summary), *_waits(summary)],
+        [outcomes, *trouble_lines(summary), *_waits(summary)],
         *([line] for line in why),
         special,
         [*warnings, *rare_class_lines(summary)],

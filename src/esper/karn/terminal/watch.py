@@ -210,7 +210,7 @@ class Watch(App[None]):
         if model.reading is not None:
             share_of_time, p95 = model.reading
             reading = f"; reading {100 * share_of_time:.0f} %, p95 {1000 * p95:.3g} ms"
-        planted, kept, pruned = (model.counts[f"seeds/{fate}"] for fate in ("planted", "kept", "pruned"))
+        planted, kept, pruned = (model.counts[f"seeds/{outcome}"] for outcome in ("planted", "kept", "pruned"))
         what = f"{head.task}, {head.controller}, {counted(head.envs, 'environment')}, {head.device}"
         troubles = counted(len(model.rollbacks), "rollback")
         return [
