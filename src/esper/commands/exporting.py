@@ -14,7 +14,7 @@ from typer import Argument, Option
 
 from esper.commands.options import fail, say
 from esper.leyline.distribution import TARGETS, of_extra
-from esper.leyline.errors import InputError
+from esper.leyline.errors import InputError, system_in_words
 from esper.leyline.text import counted
 
 if TYPE_CHECKING:
@@ -89,13 +89,17 @@ def _opened(out: Path | None, *, at_once: bool = False) -> Iterator[TextIO]:
     whole = not at_once and (out.is_file() or not out.exists())  # a pipe or a device cannot be replaced
     try:
         with (
-            replacing(Path(os.path.realpath(out))) if whole else nullcontext(out) as path,  # behind a link, which stays
-            open(path, "w", encoding="utf-8", newline="") as file,
-        ):
-            yield file
+            replacing(Path(os.path.realpath(out))) if whole else nullcontext(out) as path
+        ):  # behind a link, which stays
+            with system_in_words(f"{out} cannot be written", "name another file"):
+                file = open(path, "w", encoding="utf-8", newline="")  # noqa: SIM115 (closed below)
+            with file:
+                yield file
     except OSError as error:
         if error.errno in FULL:
             raise OSError(error.errno, os.strerror(error.errno), str(out)) from error
+        if not whole:  # what is read meanwhile
+            raise
         raise InputError(f"{out} cannot be written: {error.strerror or error}; name another file") from None
 
 

@@ -281,6 +281,8 @@ def _read(fitted: Any) -> Any:
                 refuse = fitted.handle_unknown == "error"
                 return Ordinal(categories=_categories(fitted), refuse=refuse, unknown=unknown, missing=missing)
             case "ColumnTransformer":
+                if fitted.transformer_weights:
+                    raise _unsaved(fitted, "transformer_weights")
                 chosen = [(part, _columns(fitted, given)) for _, part, given in fitted.transformers_ if part != "drop"]
                 return Parts(parts=[Part(columns=each, step=_read(part)) for part, each in chosen if each])
             case "Pipeline":

@@ -464,7 +464,7 @@ class Mixture(_Problems):
         ranges (mapping): disjoint ranges of keys, of 'training', 'validation' and 'heldout' instances
     """
 
-    room: Room
+    room: Room = field()  # without a default, unlike that of a task
     sample: Callable[[int], Instance]
     test: Callable[[int], Split] | None
     ranges: Mapping[str, range]

@@ -604,7 +604,13 @@ class AnytimeGrowth:
             raise InputError(
                 "this run has begun already; load the state into a fresh model, optimizer and AnytimeGrowth"
             )
-        for name, own in self._settings().items():
+        settings = self._settings()
+        if state["settings"]["probe"] != settings["probe"]:
+            raise InputError(
+                f"this run has {'a' if settings['probe'] else 'no'} probe, unlike that of the state; give probe= and loss= "
+                "as there, or leave them out"
+            )
+        for name, own in settings.items():
             if (there := state["settings"][name]) != own and name != "most_parameters":  # a limit may be another one
                 raise InputError(f"the state is of {name}={there!r}, and this run has {name}={own!r}; give the same")
         if self._shard is not None and "model" not in state:

@@ -124,7 +124,7 @@ def read_y(y: Any) -> NDArray[Any]:
         values = np.array(y, object) if isinstance(y, list | tuple) else values.astype(object)
     if values.dtype.kind not in "biufO":
         raise InputError(
-            f"y has dtype {values.dtype}; give class labels as text or whole numbers, or targets as numbers"
+            f"y has dtype {values.dtype}; give class labels as text or whole numbers, or targets as real numbers"
         )
     values = values[:, 0] if values.ndim == 2 and values.shape[1] == 1 else values
     return _of_one_type(values) if values.dtype.kind == "O" else values
