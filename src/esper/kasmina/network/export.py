@@ -356,12 +356,9 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
     network = network.to(getattr(torch, topology["dtype"]))
     path, again = folder / MODEL, "export the network again"
     most = _LARGEST_HEADER + sum(each.nbytes for each in network.state_dict().values())
+    data = read_kept(path, most, again)
+    check_sum(path)
     try:
-        with open_regular(path, again) as file:
-            if (size := os.fstat(file.fileno()).st_size) > most:
-                raise RuntimeError(f"it has {size:,} bytes, and the network takes at most {most:,}")
-            data = file.read()
-        check_sum(path)
         network.load_state_dict(loaded(data, path, again))
     except RuntimeError as error:
         reason = str(error).splitlines()[-1].strip(" \t.")
