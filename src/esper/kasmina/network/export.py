@@ -6,7 +6,6 @@ import io
 import json
 import logging
 import math
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -16,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -25,7 +24,7 @@ from esper.kasmina.graft.cut import CutHost
 from esper.kasmina.graft.find_sites import Hidden
 from esper.kasmina.host import SegmentedHost, drawn_host
 from esper.kasmina.network.grown_network import Graft, GrownNetwork, RegrownHost, as_host
-from esper.kasmina.network.saving import loaded, replace_folder
+from esper.kasmina.network.saving import replace_folder
 from esper.kasmina.slot import Seed
 from esper.kasmina.stack.body import Body
 from esper.kasmina.stack.widening import HiddenWidening, wider_hosts
@@ -41,13 +40,13 @@ from esper.leyline.data.batches import (
 )
 from esper.leyline.data.preprocess import preprocess_from_json
 from esper.leyline.data.task import Interface, Label, Scaling
-from esper.leyline.errors import InputError, first_line
+from esper.leyline.errors import InputError, first_line, system_in_words
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Tap
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage
 from esper.leyline.lifecycle.view import Seeds
 from esper.leyline.text import kind_of
-from esper.store.disk import SUMS, Retry, check_sum, find_folder, open_regular, read_kept, sums_of, write_once
+from esper.store.disk import SUMS, Retry, check_sum, find_folder, read_kept, sums_of, write_once
 
 FORMATS = (2, 3, 4, 5, 6)
 """Formats of topology.json that are read. The lowest one that can describe the network is written: 6 if a seed goes around
@@ -354,16 +353,21 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
         grafts.append(Graft(slot.after, entry.tap, blend, seed["alpha"], slot.kind, entry.name, around))
     network = GrownNetwork(base, modules, grafts, _interface(folder, topology), original)
     network = network.to(getattr(torch, topology["dtype"]))
-    path, again = folder / MODEL, "export the network again"
-    most = _LARGEST_HEADER + sum(each.nbytes for each in network.state_dict().values())
-    data = read_kept(path, most, again)
-    check_sum(path)
     try:
-        network.load_state_dict(loaded(data, path, again))
-    except RuntimeError as error:
+        most = _LARGEST_HEADER + sum(each.nbytes for each in network.state_dict().values())
+        if (size := (folder / MODEL).stat().st_size) > most:  # which would be mapped as a whole
+            raise ValueError(f"it has {size:,} bytes, and the network takes at most {most:,}")
+        check_sum(folder / MODEL)
+        network.load_state_dict(load_file(folder / MODEL))
+    except InputError:
+        raise
+    except OSError as error:
+        raise InputError(f"{folder / MODEL}: {error.strerror or error}; export the network again") from None
+    except Exception as error:  # of safetensors or load_state_dict: the file does not fit
         reason = str(error).splitlines()[-1].strip(" \t.")
         raise InputError(
-            f"{path} does not fit the network of {TOPOLOGY}: {reason}; give the host that it was grown with, or {again}"
+            f"{folder / MODEL} does not fit the network of {TOPOLOGY}: {reason}; give the host that it was grown with, or export "
+            "it again"
         ) from None
     return network.eval()
 
@@ -427,8 +431,11 @@ def check_size(folder: Path, parameters: int) -> None:
     This check runs before the network is built, so a topology cannot ask for much more memory than its weights take on
     disk.
     """
-    with open_regular(find_folder(folder) / MODEL, "export the network again") as file:
-        size = os.fstat(file.fileno()).st_size
+    path = find_folder(folder) / MODEL
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise InputError(f"{path} is a link or not a regular file, and is not read; put the file itself in its place")
+    with system_in_words(str(folder / MODEL), "export the network again"):
+        size = path.stat().st_size
     if parameters > size:
         raise InputError(
             f"{folder / MODEL} does not fit the network of {TOPOLOGY}: it holds {size:,} bytes, and {TOPOLOGY} asks for "

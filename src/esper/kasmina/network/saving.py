@@ -166,7 +166,7 @@ def attach_files(model: M, files: Mapping[str, bytes], folder: Path, *, other_ho
     """Attach the seeds of the files that `adapter_files` returned, as `attach` does; messages of errors name `folder`."""
     again = "save the adapter again"
     _, described = parse_model(files[ADAPTER], _SavedAdapter, [ADAPTER_FORMAT], folder / ADAPTER, again)
-    tensors = loaded(files[ADAPTER_WEIGHTS], folder / ADAPTER_WEIGHTS, again)
+    tensors = _loaded(files[ADAPTER_WEIGHTS], folder / ADAPTER_WEIGHTS, again)
     if not described.seeds:
         raise InputError(f"the adapter in {folder} has no seeds, as none was kept when it was saved")
     _check_hosts(model, described.seeds)
@@ -262,7 +262,7 @@ def load_grown(folder: Path | str, model: M) -> M:
     folder = find_folder(folder_of(folder))
     weights_path = folder / NETWORK_WEIGHTS
     _, described = parse_model(files[NETWORK], _SavedNetwork, [NETWORK_FORMAT], folder / NETWORK, again)
-    tensors = loaded(files[NETWORK_WEIGHTS], weights_path, again)
+    tensors = _loaded(files[NETWORK_WEIGHTS], weights_path, again)
     if missing := [first for first in described.shared.values() if first not in tensors]:
         raise InputError(f"{weights_path} is damaged: it lacks {missing[0]!r}; {again}")
     tensors |= {name: tensors[first] for name, first in described.shared.items()}
@@ -399,7 +399,7 @@ def _read_files(folder: Path, weights: str, description: str, what: str, wrote: 
         return {weights: file.read(), description: read_kept(folder / description, _LARGEST, again)}
 
 
-def loaded(data: bytes, path: Path, again: str) -> dict[str, Tensor]:
+def _loaded(data: bytes, path: Path, again: str) -> dict[str, Tensor]:
     """Return the tensors of a file. InputError if it is damaged."""
     try:
         tensors: dict[str, Tensor] = load(data)
