@@ -7,7 +7,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from safetensors import safe_open
 
 import esper
 from esper.kasmina.network.export import MODEL, PROGRAM, TOPOLOGY
@@ -60,7 +59,7 @@ def test_the_network_reads_raw_features_and_names_the_classes(run):
 
 def test_the_mean_and_the_deviation_of_the_train_split_are_in_the_file_of_weights(run):
     task, *_, folder = run
-    with safe_open(folder / MODEL, "pt") as file:
+    with esper.kasmina.network.export.safe_open(folder / MODEL, "pt") as file:
         assert torch.equal(file.get_tensor("standardize.mean"), task.train.x.mean(0))
         assert torch.equal(file.get_tensor("standardize.deviation"), task.train.x.std(0, correction=0))
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt
+from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -354,9 +355,7 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
     network = GrownNetwork(base, modules, grafts, _interface(folder, topology), original)
     network = network.to(getattr(torch, topology["dtype"]))
     try:
-        most = _LARGEST_HEADER + sum(each.nbytes for each in network.state_dict().values())
-        if (size := (folder / MODEL).stat().st_size) > most:  # which would be mapped as a whole
-            raise ValueError(f"it has {size:,} bytes, and the network takes at most {most:,}")
+        _check_tensors(folder / MODEL, network)
         check_sum(folder / MODEL)
         network.load_state_dict(load_file(folder / MODEL))
     except InputError:
@@ -364,7 +363,7 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
     except OSError as error:
         raise InputError(f"{folder / MODEL}: {error.strerror or error}; export the network again") from None
     except Exception as error:  # of safetensors or load_state_dict: the file does not fit
-        reason = str(error).splitlines()[-1].strip(" \t.")
+        reason = str(error).splitlines()[-1].strip()
         raise InputError(
             f"{folder / MODEL} does not fit the network of {TOPOLOGY}: {reason}; give the host that it was grown with, or export "
             "it again"
@@ -423,6 +422,21 @@ def _interface(folder: Path, topology: Mapping[str, Any]) -> Interface:
     if (before := topology.get("preprocess")) is not None:
         preprocess = preprocess_from_json(before, -1 if several else math.prod(inputs), str(folder / TOPOLOGY))
     return Interface(shapes, scaling, classes, tuple(target), columns, target_scaling, dtypes, preprocess)
+
+
+def _check_tensors(path: Path, network: nn.Module) -> None:
+    """Raise ValueError if a file of weights has other tensors by its header, or is larger, which would be mapped as a whole."""
+    wanted = network.state_dict()
+    size, most = path.stat().st_size, sum(each.nbytes for each in wanted.values()) + _LARGEST_HEADER
+    if size > most:
+        raise ValueError(f"it has {size:,} bytes, and the network takes at most {most:,}")
+    with safe_open(path, "pt") as file:
+        if odd := sorted(wanted.keys() ^ set(file.keys())):
+            raise ValueError(f"tensor {odd[0]} is {'missing' if odd[0] in wanted else 'unknown'}")
+        for name, tensor in wanted.items():
+            shape = file.get_slice(name).get_shape()
+            if shape != list(tensor.shape):
+                raise ValueError(f"tensor {name} is {tuple(shape)}, the network has {tuple(tensor.shape)}")
 
 
 def check_size(folder: Path, parameters: int) -> None:
