@@ -283,7 +283,8 @@ def learns(output: Any, parameters: Iterable[nn.Parameter]) -> bool:
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained or not (apart := distance(output)).requires_grad:
         return False
-    found = torch.autograd.grad(apart, trained, retain_graph=True, allow_unused=True)
+    many = sum(x.numel() for x in floats(output))  # a mean over many would be 0 in half precision
+    found = torch.autograd.grad(apart * many, trained, retain_graph=True, allow_unused=True)
     return any(gradient is not None and bool(gradient.any()) for gradient in found)
 
 
