@@ -104,7 +104,8 @@ def test_no_two_parts_share_a_file_and_every_window_is_text_of_its_part_with_the
 def test_the_tasks_have_the_same_text_and_hosts_that_are_frozen_or_not(build) -> None:
     task, instance, other = build(), build().instance(5), heal_bytes().instance(5)
     assert torch.equal(instance.train.x, other.train.x)
-    assert [len(split.y) for split in instance[1:4]] == [SIZES[part] for part in SPLITS[:3]]
+    splits = instance.train, instance.probe, instance.validation
+    assert [len(split.y) for split in splits] == [SIZES[part] for part in SPLITS[:3]]
     assert len(task.test_split(5).y) == SIZES[Subset.TEST]
     frozen = {not parameter.requires_grad for parameter in instance.host().parameters()}
     assert frozen == {build in (heal_bytes, heal_bytes_taught, heal_bytes_eora)}
