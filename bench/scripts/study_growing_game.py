@@ -204,10 +204,13 @@ def features(view: View) -> Floats:
 class Looks(Never):
     """Grows nothing, and notes what is known before the first step."""
 
+    def __init__(self) -> None:
+        self.seen: list[Floats] = []  # (E, P, F) of each population
+
     def act(self, view: View) -> Actions:
         """WAIT, and keep the features of the first view."""
         if view.step == 0:
-            self.seen = features(view)
+            self.seen.append(features(view))
         return super().act(view)
 
 
@@ -216,7 +219,8 @@ def fitted(worth: Floats, keys: NDArray[np.int64]) -> ExtraTreesRegressor:
     look = Looks()
     played(partial(as_it_is, look), keys, SETTINGS["probe"])
     trees = ExtraTreesRegressor(300, min_samples_leaf=8, max_features=0.5, random_state=0)
-    return trees.fit(look.seen.reshape(-1, look.seen.shape[-1]), (worth - worth[0]).T.ravel())
+    seen = np.concatenate(look.seen)
+    return trees.fit(seen.reshape(-1, seen.shape[-1]), (worth - worth[0]).T.ravel())
 
 
 def train(folder: Path, seed: int, rounds: int, teacher: Controller | None) -> list[list[float]]:
