@@ -181,7 +181,7 @@ def test_what_cannot_grow_is_refused_by_name_in_every_process(found):
         assert "ema is whole where the model is sharded; make ema before fully_shard" in said["whole"]
         assert "the model is whole where ema is sharded; make ema before fully_shard" in said["averaged"]
         assert said["early"] == "the network is not finished; call finish before gather"
-        assert "the model that gather was given has None; build the same model" in said["other"]
+        assert "the model that gather was given has no '0.weight', which the grown network has" in said["other"]
         assert "gather was given a model that is grafted or sharded" in said["grafted"]
         assert "load that of the first process in all of them" in said["empty"]
         assert "probe has 1, 2 batches in the processes" in said["uneven"]
