@@ -13,12 +13,13 @@ import yaml
 
 import esper
 from esper.kasmina.blueprints import BLUEPRINTS
-from esper.kasmina.network import export
+from esper.kasmina.network import export, saving
 from esper.leyline.config.tree import reference
 from esper.leyline.lifecycle.actions import Blend, Head, Op
 from esper.leyline.lifecycle.slots import Tap
 from esper.leyline.lifecycle.stages import Stage
 from esper.nissa.rows import SCHEMA
+from esper.runs.live import anytime, growth_state
 from esper.store import checkpoint
 from esper.tamiyo.policy import controller
 from esper.tamiyo.rules.schedule import load_schedule
@@ -239,6 +240,10 @@ def test_the_page_on_versions_has_the_number_of_every_format():
         "checkpoints/": checkpoint.FORMAT,
         "models/env-000/": export.FORMATS[-1],
         "controller/": controller.VERSION,
+        "grown.json": saving.NETWORK_FORMAT,
+        "adapter.json": saving.ADAPTER_FORMAT,
+        "Growth.state_dict()": growth_state.FORMAT,
+        "AnytimeGrowth.state_dict()": anytime.FORMAT,
     }
     assert now == formats | {"events.jsonl": SCHEMA}
 

@@ -653,8 +653,12 @@ def test_what_cannot_be_is_refused_in_a_sentence():
         match=r"example has the shape \(4, 8\), and batches of the loop have 77 targets; with cost='seconds', give a batch",
     ):
         growth.step(torch.zeros(77))
-    with pytest.raises(InputError, match=r"give what growth\.state_dict"):
-        growth.load_state_dict({"format": 0})
+    for state, sentence in (
+        ({}, r"give what growth\.state_dict"),
+        ({"format": 0}, "has format 0, where .* format 13; go on"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            growth.load_state_dict(state)
     run = trained(made(), 0, 30)
     with pytest.raises(InputError, match="this run has begun already"):
         run[3].load_state_dict(run[3].state_dict())

@@ -32,7 +32,7 @@ def parse_model(data: bytes, model: type[Model], formats: Sequence[int], path: P
     if found not in formats:
         known = f"format{'s' * (len(formats) > 1)} {', '.join(map(str, formats))}"
         raise InputError(
-            f"{path} has format {found!r}, but this version of Esper reads {'the ' * (len(formats) > 1)}{known}"
+            f"{path} has format {found!r}, but this version of Esper reads {'the ' * (len(formats) > 1)}{known}; {mend}"
         )
     try:
         return tree, model.model_validate(tree)

@@ -595,10 +595,15 @@ class AnytimeGrowth:
         `shard` has them too, so that nothing else is loaded; every process gives that of the first one. InputError if the state
         is of another version or of another network, or if this run has begun already.
         """
-        if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+        if not isinstance(state, Mapping) or "format" not in state:
             raise InputError(
-                "the state is none of esper.AnytimeGrowth of this version; give what growth.state_dict() returned, in the first "
-                "process where there is a shard="
+                "the state is none of esper.AnytimeGrowth; give what growth.state_dict() returned, in the first process where "
+                "there is a shard="
+            )
+        if state["format"] != FORMAT:
+            raise InputError(
+                f"the state has format {state['format']!r}, where this Esper reads format {FORMAT}; go on with the Esper that "
+                "wrote it, or begin a new run"
             )
         if self.growths or self.steps:
             raise InputError(

@@ -186,8 +186,9 @@ def check_whole(state: Any) -> None:
             "process in all of them"
         )
     if state.get("format") != FORMAT:
+        mend = "go on with the Esper that wrote it, or begin a new run" if "format" in state else _MEND
         raise InputError(
-            f"the saved state has format {state.get('format')!r}, where this Esper reads format {FORMAT}; {_MEND}"
+            f"the saved state has format {state.get('format')!r}, where this Esper reads format {FORMAT}; {mend}"
         )
     if state.get(CHECKSUM) != _checksum({name: value for name, value in state.items() if name != CHECKSUM}):
         raise InputError(
