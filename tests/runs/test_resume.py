@@ -259,6 +259,22 @@ def test_rows_from_behind_the_checkpoint_are_cut_into_a_file_beside(tmp_path):
     assert [row.status for row in rows if isinstance(row, RunRow)] == ["running", "finished"]
 
 
+def test_events_of_another_version_are_refused_before_anything_is_written(tmp_path):
+    config, folder = config_of(), tmp_path / "run"
+    with pytest.raises(Left):
+        grow(blobs(), config, get_controller("never", config), folder, Leaving(3))
+    path = folder / "events.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"schema":4', b'"schema":3', 1))
+    before = {each: each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+    longer, opening = (
+        config.model_copy(update={"steps": 20}),
+        Opening(resume=True, before=config, settings=("steps=20",)),
+    )
+    with pytest.raises(InputError, match="holds rows of version 3, this Esper reads version 4; read them"):
+        grow(blobs(), longer, get_controller("never", longer), folder, opening=opening)
+    assert {each: each.read_bytes() for each in folder.rglob("*") if each.is_file()} == before
+
+
 def test_without_a_checkpoint_a_run_begins_again(tmp_path):
     config = config_of()
 

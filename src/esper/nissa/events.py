@@ -134,13 +134,8 @@ def decode_lines(path: Path, lines: Iterable[bytes], first: int = 0, shape: RunS
     """
     shape = shape or RunShape()
     for number, line in enumerate(lines, first):
-        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # which the row below raises too
-            head = msgspec.json.decode(line, type=AnyRow) if number == 0 else None
-            if head is not None and head.kind == "run" and head.schema != SCHEMA:
-                raise InputError(
-                    f"{path} holds rows of version {head.schema}, this Esper reads version {SCHEMA}; read them with the "
-                    "version of Esper that environment.json beside them names"
-                )
+        if number == 0:
+            check_version(path, line)
         if line.endswith(b"\n"):
             try:
                 row = decode(line)
@@ -148,6 +143,17 @@ def decode_lines(path: Path, lines: Iterable[bytes], first: int = 0, shape: RunS
             except InputError as error:
                 raise InputError(f"line {number + 1} of {path}: {error}") from None
             yield row
+
+
+def check_version(path: Path, line: bytes) -> None:
+    """Raise InputError if the first line of an events.jsonl is a run row of another version. A damaged line passes."""
+    with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        head = msgspec.json.decode(line, type=AnyRow)
+        if head.kind == "run" and head.schema != SCHEMA:
+            raise InputError(
+                f"{path} holds rows of version {head.schema}, this Esper reads version {SCHEMA}; read them with the "
+                "version of Esper that environment.json beside them names"
+            )
 
 
 def _short(values: Any) -> list[Any]:

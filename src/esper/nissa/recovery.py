@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from esper.leyline.text import counted
+from esper.nissa.events import check_version
 from esper.nissa.rows import AnyRow
 from esper.store.disk import write_atomic
 from esper.store.files import EVENTS
@@ -32,7 +33,8 @@ def resume_events(folder: Path, rows: int, mark: Mark | None, note: Callable[[st
     """Keep the first `rows` rows in the events of a run that is resumed after them.
 
     `mark` identifies these rows, if it is known. Later rows, which the run will write again, and a damaged file are moved to
-    another file in the folder. A crash at any moment may leave rows twice, but loses none.
+    another file in the folder. A crash at any moment may leave rows twice, but loses none. InputError, before anything is
+    changed, if the rows to keep are of another version.
     """
     path = folder / EVENTS
     if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
@@ -40,6 +42,8 @@ def resume_events(folder: Path, rows: int, mark: Mark | None, note: Callable[[st
         os.rename(path, side)
         note(f"{path} is not a regular file; it was moved to {side}")
     data = path.read_bytes() if path.exists() else b""
+    if rows:
+        check_version(path, io.BytesIO(data).readline())
     length = len(data) if mark is None else int(mark["bytes"])
     if mark is None or hashlib.sha256(memoryview(data)[:length]).hexdigest() != str(mark["sha256"]):
         found, _ = read_rows(data)

@@ -101,7 +101,7 @@ class AnyRow(msgspec.Struct):
     kind: str
     seq: Count
     status: str | None = None
-    schema: int = 1  # a run row of the first version has none
+    schema: int = 1  # the field came with version 2, so a run row without it is of version 1
 
     @property
     def ends(self) -> bool:

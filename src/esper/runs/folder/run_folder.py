@@ -285,12 +285,13 @@ class RunFolder:
             path, lock = self.path, self.lock
             steps, differs, origin = 0 if self.found is None else self.found.number, self.differs, self.origin
             config, settings = self.config, self.opening.settings
+            if self.opening.resume:  # first, as it refuses events of another version
+                self.retry(path / files.EVENTS, lambda: resume_events(path, self.hub.seq, self.mark, self.note))
             if self.opening.before is not None:
                 self.retry(path / files.CONFIG, lambda: change_config(path, config, settings, steps))
             if differs is not None:
                 self.retry(path / files.CHANGES, lambda: record_origin(path, differs, origin, steps))
             if self.opening.resume:
-                self.retry(path / files.EVENTS, lambda: resume_events(path, self.hub.seq, self.mark, self.note))
                 (path / files.SUMMARY).unlink(missing_ok=True)
                 for each in list_contents(path).own:
                     if each.parent == path and unfinished(each) is not None:  # a killed process was writing it
@@ -375,7 +376,7 @@ class RunFolder:
             self.hub.emit(CheckpointRow(**self.store.written.popleft()))
 
     def row(self, status: Any) -> RunRow:
-        """Return a row of the run, once it has begun."""
+        """Return the row of kind `run` that says this status of the run. `begin` must have been called."""
         config, space = self.config, self._space
         return RunRow(
             status=status,

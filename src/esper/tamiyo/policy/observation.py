@@ -250,9 +250,9 @@ PROSPECTS = (
 
 
 def prospects(seen: Seen) -> Floats:
-    """Return what the sensors tell of each blueprint of the menu at each slot, (E, S, K, 3); nan where nothing was measured.
+    """Return `PROSPECTS` of each blueprint of the menu at each slot, (E, S, K, 3); nan where its sensor is not measured.
 
-    The sensors of two blueprints are compared with each other, which those of a slot alone do not allow.
+    From them a policy chooses among blueprints: the features of a slot are the same for all blueprints.
     """
     space = seen.view.space
     shape = len(seen.view.host_params), len(space.slots)
