@@ -299,9 +299,8 @@ def evaluate(
 
     With `out`, the record, the figure, the report and the grown networks are written to that folder, and a later call uses the
     networks again; `overwrite` allows to replace a record there. `ready` gets the record before it is written, as a disk may be
-    full. With `workers`, that many processes grow the populations, and with `devices`, such as ("cuda:0", "cuda:1"), one on each;
-    `cluster` is "ray", a "ray://" address, or "torchrun" (`esper docs workers`). Results do not depend on the number of workers.
-    Returns the record, the object that `esper eval --json` prints. Raises InputError before anything is grown.
+    full. `workers`, `devices` and `cluster` are as in `train`. Returns the record, the object that `esper eval --json` prints.
+    Raises InputError before anything is grown.
     """
     if isinstance(controllers, list | tuple) and not controllers:
         raise InputError(

@@ -150,7 +150,7 @@ def test_a_rollback_of_one_environment_leaves_what_the_others_saw_decided_and_ea
         found.append(pytree.tree_map(lambda field: field[:, [0, 1, 3]], client.rollout()))
     whole, cut = found
     for one, other in zip(whole, cut, strict=True):
-        for a, b in zip(one, other, strict=True) if isinstance(one, tuple) else [(one, other)]:
+        for a, b in zip(one, other, strict=True) if isinstance(one, list) else [(one, other)]:
             np.testing.assert_array_equal(a.numpy(), b.numpy())
 
 

@@ -64,7 +64,7 @@ def same(one, other):
 
 
 def copied(rollout):
-    return Rollout(*(tuple(x.clone() for x in f) if isinstance(f, tuple) else f.clone() for f in rollout))
+    return Rollout(*([x.clone() for x in f] if isinstance(f, list) else f.clone() for f in rollout))
 
 
 @pytest.mark.parametrize("steps", [1, T])
@@ -113,13 +113,13 @@ def test_a_step_keeps_nothing_of_arrays_that_change_after_it():
 
 def test_a_buffer_that_is_read_back_goes_on_and_leaves_the_state_as_it_was():
     state = filled(2).state()
-    kept, buffer = copied(Rollout.of_tree(state)), TamiyoRolloutBuffer()
+    kept, buffer = copied(Rollout(**state)), TamiyoRolloutBuffer()
     buffer.load_state(state)
     buffer.add(a_step(2), T)
     buffer.close(*an_end(2))
     assert same(buffer.rollout(), filled().rollout())
     buffer.close(*an_end(1))
-    assert same(Rollout.of_tree(state), kept)
+    assert same(Rollout(**state), kept)
 
 
 def test_a_full_buffer_takes_no_more():

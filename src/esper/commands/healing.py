@@ -20,14 +20,16 @@ PLACE = "path.py:function or module:function"
 AGAIN = "give the same command again"
 
 
+Data = Annotated[
+    str, Option(metavar="DATA", help=f"A .npz, .pt or .safetensors file with x and y, or {PLACE} that returns (x, y).")
+]
+
+
 def heal(
     model: Annotated[
         str, Argument(metavar="MODEL", help=f"A .pt2 file of torch.export, or {PLACE} that returns the module.")
     ],
-    data: Annotated[
-        str,
-        Option(metavar="DATA", help=f"A .npz, .pt or .safetensors file with x and y, or {PLACE} that returns (x, y)."),
-    ],
+    data: Data,
     intact: Annotated[
         str | None,
         Option(
@@ -98,10 +100,7 @@ class TableFormat(StrEnum):
 
 def find_sites(
     model: Annotated[str, Argument(metavar="MODEL", help=f"{PLACE} that returns the module, or a .pt2 file.")],
-    data: Annotated[
-        str,
-        Option(metavar="DATA", help=f"A .npz, .pt or .safetensors file with x and y, or {PLACE} that returns (x, y)."),
-    ],
+    data: Data,
     form: Annotated[
         TableFormat, Option("--as", help="esper: sites of seeds. peft: arguments of a LoraConfig, as JSON.")
     ] = TableFormat.ESPER,

@@ -167,7 +167,7 @@ def _close(episode: "Episode", journal: Journal, ending: Interrupt, status: Stat
         run.hub.emit(EvaluationRow(split=split, **ours, twin_metrics=metric["host"]))
     networks = [engine.export(env) for env in range(config.envs)]
     exported_envs, untraced = ([], []) if run.path is None else _write_networks(episode, run.path, networks, tested)
-    seconds = episode.before + time.perf_counter() - episode.started
+    seconds = time.perf_counter() - episode.started
 
     # The static networks that the config asks for. The twins are rows of the population, and are trained already.
     host_params, twin, until = engine.population.host_params[envs], None, None
@@ -251,13 +251,12 @@ class Episode(Observer):
     pool: ShardPool | None  # the workers that hold the networks of the engine; None where this process does
     run: RunFolder
     watch: Progress
-    started: float  # time.perf_counter() at the start [seconds]
+    started: float  # time.perf_counter() at the start, as if the run had never been interrupted [seconds]
     view: View = field(init=False)  # the view for the next decision
     decided: Decision | None = None  # the next decision, if it was made already
     attempts: Attempts = field(init=False)  # attempts to plant
     steps: int = 0
     seconds: float = 0.0  # duration of the steps alone
-    before: float = 0.0  # duration of the run before it was resumed [seconds]
 
     def begin(self) -> None:
         """Begin a new episode with its first decision, or restore that of the checkpoint from which the run continues."""
@@ -271,8 +270,8 @@ class Episode(Observer):
         with fitting(found):
             client.load_state(found.state["client"])
             self.view = self.engine.restore(found.state["engine"])
-            for name in ("steps", "seconds", "before"):
-                setattr(self, name, found.state["episode"][name])
+            self.steps, self.seconds = (found.state["episode"][name] for name in ("steps", "seconds"))
+            self.started -= found.state["episode"]["before"]
             self.attempts = Attempts(**found.state["attempts"])
         if self.steps > config.steps:
             raise InputError(f"steps is {config.steps}, but the run has taken {self.steps}; give {self.steps} or more")
@@ -329,7 +328,7 @@ class Episode(Observer):
             "episode": {
                 "steps": self.steps,
                 "seconds": self.seconds,
-                "before": self.before + time.perf_counter() - self.started,
+                "before": time.perf_counter() - self.started,
             },
             "attempts": dict(vars(self.attempts)),
             "client": self.client.state(),

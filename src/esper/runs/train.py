@@ -788,7 +788,7 @@ class Trainer(Observer):
                 {
                     "part": list(shown.part),
                     "policy": shown.policy,
-                    "rollouts": [[place, rollout.tree()] for place, rollout in shown.rollouts.items()],
+                    "rollouts": [[place, rollout._asdict()] for place, rollout in shown.rollouts.items()],
                 }
                 for shown in self.shown
             ],
@@ -815,7 +815,7 @@ class Trainer(Observer):
             ShownRound(
                 WorkItem(*entry["part"]),
                 entry["policy"],
-                {place: Rollout.of_tree(tree) for place, tree in entry["rollouts"]},
+                {place: Rollout(**tree) for place, tree in entry["rollouts"]},
             )
             for entry in state["shown"]
         ]

@@ -122,23 +122,15 @@ the number of ends of sequences."""
 
 
 class Statistics(NamedTuple):
-    """Holds what is known of a round over all of its shards.
+    """Holds what is known of a round over all of its shards."""
 
-    Attributes:
-        number, mean, spread (by name): of the values of the `MEASURED`; `spread` is the standard deviation
-        seen (Normaliser): moments of the observations
-        range (float): from the lowest to the highest `earned`
-        reach (float): largest magnitude of a target of the critic
-        off (float): largest difference between a log-probability of the rollouts and that of the present weights [nats]
-    """
-
-    number: Mapping[str, float]
-    mean: Mapping[str, float]
-    spread: Mapping[str, float]
-    seen: Normaliser
-    range: float
-    reach: float
-    off: float
+    number: Mapping[str, float]  # of values, for each of the `MEASURED`
+    mean: Mapping[str, float]  # of these values
+    spread: Mapping[str, float]  # standard deviation of these values
+    seen: Normaliser  # moments of the observations
+    range: float  # from the lowest to the highest `earned`
+    reach: float  # largest magnitude of a target of the critic
+    off: float  # largest difference between a log-probability of the rollouts and that of the present weights [nats]
 
     def figures(self) -> dict[str, float]:
         """Return the figures of the round."""
@@ -410,9 +402,6 @@ class PPO:
 
         Returns the norm of the gradient of the policy's loss before clipping, the mean loss of the critic (1,), the number of
         decisions with a choice, and the further sums over all shards.
-
-        The two gradients are clipped each for itself. Otherwise a critic that meets its first reward, with an error far above
-        any before, would take the whole step in which the policy should learn from it.
         """
         parameters = list(self.policy.network.parameters())
         vectors, length = dict[int, Tensor](), sum(parameter.numel() for parameter in parameters)
@@ -496,7 +485,8 @@ class PPO:
     def _clipped(self, gradients: Tensor, norms: Tensor) -> Tensor:
         """Return the sum (n,) of the gradients (2, n) of policy and critic, each scaled down where its own norm is too large.
 
-        A critic that is far off would otherwise leave the policy nothing of a common norm.
+        With a common norm, a critic that meets its first reward, with an error far above any before, would take the whole step in
+        which the policy should learn from it.
         """
         return (gradients * (self.config.max_grad_norm / (norms + 1e-6)).clamp(max=1).unsqueeze(1)).sum(0)
 

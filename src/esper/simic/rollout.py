@@ -17,27 +17,18 @@ from esper.tamiyo.policy.observation import Observation
 
 
 class Rollout(NamedTuple):
-    """Holds the steps of a round; every tensor has the leading axes (T, E).
+    """Holds the steps of a round; every tensor has the leading axes (T, E)."""
 
-    Attributes:
-        observation (tensors): the fields of `Observation`
-        actions (tensors by head): (T, E) int64
-        valid (tensors by head): (T, E, choices) bool
-        log_prob, value, starts, exploration, idle (tensors): as in `ActorOutput` and its decision
-        reward ((T, E) tensor): reward of the step, at the last decision of the row in it; 0 at the others
-        end ((T, E) bool tensor): whether the sequence ends with this step
-    """
-
-    observation: tuple[Tensor, ...]
-    actions: tuple[Tensor, ...]
-    valid: tuple[Tensor, ...]
-    log_prob: Tensor
-    value: Tensor
+    observation: list[Tensor]  # the fields of `Observation`
+    actions: list[Tensor]  # by head, (T, E) int64
+    valid: list[Tensor]  # by head, (T, E, choices) bool
+    log_prob: Tensor  # as in the decision of an `ActorOutput`
+    value: Tensor  # this and the next three are as in `ActorOutput`
     starts: Tensor
     exploration: Tensor
     idle: Tensor
-    reward: Tensor
-    end: Tensor
+    reward: Tensor  # (T, E) reward of the step, at the last decision of the row in it; 0 at the others
+    end: Tensor  # (T, E) bool, whether the sequence ends with this step
 
     def observations(self) -> Observation:
         """Return the observations as arrays, which share memory."""
@@ -46,16 +37,6 @@ class Rollout(NamedTuple):
     def decided(self, values: Tensor) -> Tensor:
         """Return the entries (n, ...) of a tensor (T, E, ...) at which a row was not idle."""
         return values[~self.idle]
-
-    def tree(self) -> dict[str, Any]:
-        """Return the fields by name, as a tree of tensors that share memory."""
-        return {name: list(field) if isinstance(field, tuple) else field for name, field in self._asdict().items()}
-
-    @classmethod
-    def of_tree(cls, tree: Mapping[str, Any]) -> "Rollout":
-        """Make a rollout from its `tree`."""
-        fields: list[Any] = [tuple(tree[name]) if isinstance(tree[name], list) else tree[name] for name in cls._fields]
-        return cls(*fields)
 
 
 class ShardedRollout(NamedTuple):
@@ -90,9 +71,9 @@ class TamiyoRolloutBuffer:
         if not self._entries:
             self._last = torch.zeros(envs, dtype=torch.long)
         fields: list[Any] = [
-            tuple(output.observation),
-            tuple(decision.actions),
-            tuple(decision.valid),
+            list(output.observation),
+            list(decision.actions),
+            list(decision.valid),
             decision.log_prob,
             output.value,
             output.starts,
@@ -122,13 +103,13 @@ class TamiyoRolloutBuffer:
 
     def state(self) -> dict[str, Any] | None:
         """Return the steps written so far; None where there are none."""
-        return self.rollout().tree() if self._entries else None
+        return self.rollout()._asdict() if self._entries else None
 
     def load_state(self, state: Mapping[str, Any] | None) -> None:
         """Restore the steps of a `state`; further steps follow them."""
         self._entries, self._closed = [], 0
         if state is not None:
-            written = pytree.tree_map(torch.clone, Rollout.of_tree(state))
+            written = pytree.tree_map(torch.clone, Rollout(**state))
             fields, tree = pytree.tree_flatten(written)
             self._entries = [pytree.tree_unflatten(entry, tree) for entry in zip(*fields, strict=True)]
             self._last = torch.where(written.idle, -1, torch.arange(len(written.value))[:, None]).amax(0)

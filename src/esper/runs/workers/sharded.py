@@ -103,7 +103,7 @@ class ShardedEngine(TaskEngine["ShardedPopulation"]):
 
     def remembered(self, snapshot: dict[str, Any]) -> None:
         population = self.population
-        parts = population.ask("remembered", population.each())
+        parts = population.ask("remembered")
         snapshot.update(population.joined([part["snapshot"] for part in parts]))
         for name, owner in (("governor", self.governor), ("early_stopping", self.stopping)):
             if owner is not None and snapshot[name]["snapshot"] is not None:
@@ -141,11 +141,11 @@ class ShardedPopulation:
         self._known: dict[str, Any] | None = None  # the last snapshot, until a row changes
         self.remembers = False  # whether the workers keep the states of rows in place of sending them
         self._dtype = dtype_of(drawn_host(task.largest))
-        found = []
+        configs = []
         for own in self._envs:
             update = {"envs": own.stop - own.start, "first_instance": config.first_instance + own.start}
-            found.append([config.model_copy(update=update), instance[own], own.start, derive])
-        self.tell("make", found)
+            configs.append(config.model_copy(update=update))
+        self.tell("make", configs, [instance[own] for own in self._envs], ends[:-1], derive)
         self.skipped = np.zeros(len(self._owner), np.int64)  # (R,) as in `StackedPopulation`
         self._survey()
 
@@ -153,37 +153,34 @@ class ShardedPopulation:
 
     def begin(self, instance: Indices, episode: int) -> None:
         self.skipped[:] = self.widened = 0
-        self.tell("begin", self.each(instance, episode))
+        self.tell("begin", instance, episode)
         self._survey()
 
     def edit(self, changes: Edits, seeds: Seeds, step: int) -> None:
-        arguments = []
-        for at, part in enumerate(self.parts_of(seeds)):
-            own = [pairs[self._owner[pairs[:, 0]] == at] for pairs in changes]  # (n, 2) of row and slot
-            local = [np.stack([self._place[pairs[:, 0]], pairs[:, 1]], 1) for pairs in own]
-            arguments.append([Edits(*local), part, step])
-        self.tell("edit", arguments)
+        divided = []
+        for at in range(len(self.rows)):
+            own = (pairs[self._owner[pairs[:, 0]] == at] for pairs in changes)  # (n, 2) of row and slot
+            divided.append(Edits(*(np.stack([self._place[pairs[:, 0]], pairs[:, 1]], 1) for pairs in own)))
+        self.tell("edit", divided, seeds, step)
 
     def widen(self, seeds: Seeds, step: int) -> None:
         self.widened += 1
-        self.tell("widen", self.each(seeds, step))
+        self.tell("widen", seeds, step)
         self._survey()
 
     def train(self, seeds: Seeds, *, parameter_norms: bool = False) -> None:
-        self.ask("train", self.each(seeds, parameter_norms), kept=True)
+        self.ask("train", seeds, parameter_norms, kept=True)
 
     def probe(self, seeds: Seeds, asked: ProbeRequest) -> Figures:
-        chosen = self._divided(asked.branches.env)
-        arguments: list[Sequence[Any]] = []
-        for rows, part, of in zip(self.rows, self.parts_of(seeds), chosen, strict=True):
+        chosen, requests = self._divided(asked.branches.env), []
+        for rows, of in zip(self.rows, chosen, strict=True):
             branches = take(asked.branches, of)
             look = None if asked.look is None or not asked.look[rows].any() else asked.look[rows]
             branches = branches._replace(env=self._place[branches.env])
-            arguments.append([part, asked._replace(branches=branches, look=look)])
+            requests.append(asked._replace(branches=branches, look=look))
         # in float16 a probe takes the updates that were skipped off the counts of steps
-        parts: list[Any] = [
-            Figures(*part) for part in self.ask("probe", arguments, kept=asked.trained and self._scaled)
-        ]
+        kept = asked.trained and self._scaled
+        parts: list[Any] = [Figures(*part) for part in self.ask("probe", seeds, requests, kept=kept)]
         found: dict[str, Any] = {
             name: self._whole([getattr(part, name) for part in parts])
             for name in ("loss", "metric", "participation", "signs", "sensors", "finite")
@@ -202,12 +199,13 @@ class ShardedPopulation:
         return Figures(**found)
 
     def tainted(self, rows: Indices, step: int) -> list[int]:
-        found = self.ask("tainted", [[self._place[rows[of]], step] for of in self._divided(rows)])
+        found = self.ask("tainted", [self._place[rows[of]] for of in self._divided(rows)], step)
         return [int(self.rows[at][row]) for at, part in enumerate(found) for row in part]
 
     def growth(self, rows: Indices, slot: Indices, blueprint: Indices) -> int:
-        arguments = [[self._place[rows[of]], slot[of], blueprint[of]] for of in self._divided(rows)]
-        needed, devices = self.ask("growth", arguments), len(self._pool.devices)
+        chosen = self._divided(rows)
+        divided = [[values[of] for of in chosen] for values in (self._place[rows], slot, blueprint)]
+        needed, devices = self.ask("growth", *divided), len(self._pool.devices)
         of_device = [sum(needed[at::devices]) for at in range(devices)]
         return sum(of_device) if self.device.type == "cpu" else max(of_device)
 
@@ -216,7 +214,7 @@ class ShardedPopulation:
         """The sums over the workers."""
         if self.config.compile == "off":
             return None
-        parts: list[dict[str, float]] = self.ask("compiled", self.each())
+        parts: list[dict[str, float]] = self.ask("compiled")
         return {name: round(sum(part[name] for part in parts), 3) for name in parts[0]}
 
     @property
@@ -224,7 +222,7 @@ class ShardedPopulation:
         return self.skipped if self._scaled else None
 
     def keeper(self, seeds: Seeds) -> "ShardedKeeper":
-        self.tell("keeper", self.each(seeds.stage.shape[1]))
+        self.tell("keeper", seeds.stage.shape[1])
         self._keepers += 1
         return ShardedKeeper(self, self._keepers - 1, seeds)
 
@@ -233,7 +231,7 @@ class ShardedPopulation:
     @contextmanager
     def remembering(self, step: int) -> Iterator[None]:
         """Let the workers copy the state of their rows after a step. Within, `snapshot` and `ShardedKeeper.state` are empty."""
-        self.tell("remember", self.each(step), kept=False)
+        self.tell("remember", step, kept=False)
         self.remembers = True
         try:
             yield
@@ -244,7 +242,7 @@ class ShardedPopulation:
         if self.remembers:
             return {}
         if self._known is None:
-            self._known = self.joined(self.ask("snapshot", self.each()))
+            self._known = self.joined(self.ask("snapshot"))
         return self._known
 
     def joined(self, parts: Sequence[Tree]) -> dict[str, Any]:
@@ -255,14 +253,13 @@ class ShardedPopulation:
         return found
 
     def load(self, tree: Mapping[str, Any], instance: Indices, episode: int) -> None:
-        arguments = []
+        divided = []
         for rows in self.rows:
             skipped = {"skipped": tree["skipped"][rows]} if "skipped" in tree else {}
             seeds = take(Seeds(**tree["seeds"]), rows)._asdict()
-            part = {**tree, "body": picked_body(tree["body"], rows), "seeds": seeds, **skipped}
-            arguments.append([part, instance[rows], episode])
+            divided.append({**tree, "body": picked_body(tree["body"], rows), "seeds": seeds, **skipped})
         self.skipped, self.widened = tree.get("skipped", self.skipped), tree.get("widened", 0)
-        self.tell("load", arguments)
+        self.tell("load", divided, instance, episode)
         self._survey()
 
     # Evaluation and export at the end of an episode.
@@ -272,12 +269,12 @@ class ShardedPopulation:
 
     def evaluate(self, seeds: Seeds, split: Split | Sequence[Split]) -> tuple[Floats, Floats]:
         splits = [split if isinstance(split, Split) else split[own] for own in self._envs]
-        parts = self.ask("evaluate", list(zip(self.parts_of(seeds), splits, strict=True)))
+        parts = self.ask("evaluate", seeds, splits)
         metric, loss = (self._whole([part[at] for part in parts]) for at in range(2))
         return metric, loss
 
     def outputs(self, seeds: Seeds, split: Split) -> Floats:
-        return self._whole(self.ask("outputs", self.each(seeds, split)))
+        return self._whole(self.ask("outputs", seeds, split))
 
     def export(self, seeds: Seeds, env: int) -> tuple[nn.Module, dict[str, Any]]:
         """Return a network of a body in this process that holds its row alone."""
@@ -305,34 +302,36 @@ class ShardedPopulation:
             self._sent = seeds, [take(seeds, rows) for rows in self.rows]
         return self._sent[1]
 
-    def each(self, *arguments: Any) -> list[list[Any]]:
-        """Return arguments for each worker, with its rows of seeds and of arrays (R, ...) among them."""
+    def tell(self, name: str, *arguments: Any, kept: bool = True) -> None:
+        """Queue a command. kept: whether it changes the rows.
 
-        def divided(own: Any) -> list[Any]:
+        arguments: of seeds and of arrays (R, ...) each worker gets its rows, of a list its entry; it gets all of others.
+        """
+        if kept:
+            self._known = None
+
+        def divided(own: Any) -> Sequence[Any]:
             if isinstance(own, Seeds):
                 return self.parts_of(own)
+            if isinstance(own, list):
+                return own
             return [own[rows] if isinstance(own, np.ndarray) else own for rows in self.rows]
 
         parts = [divided(own) for own in arguments]
-        return [[part[at] for part in parts] for at in range(len(self.rows))]
+        for at, queue in enumerate(self._queue):
+            own = [part[at] for part in parts]
+            queue.append({"population": self._number, "name": name, "arguments": own, "kept": kept})
 
-    def tell(self, name: str, arguments: Sequence[Sequence[Any]], kept: bool = True) -> None:
-        """Queue a command. arguments: of each worker. kept: whether it changes the rows."""
-        if kept:
-            self._known = None
-        for queue, own in zip(self._queue, arguments, strict=True):
-            queue.append({"population": self._number, "name": name, "arguments": list(own), "kept": kept})
-
-    def ask(self, name: str, arguments: Sequence[Sequence[Any]], kept: bool = False) -> list[Any]:
+    def ask(self, name: str, *arguments: Any, kept: bool = False) -> list[Any]:
         """Let the workers carry out what is queued and a command; return the result of each."""
-        self.tell(name, arguments, kept)
+        self.tell(name, *arguments, kept=kept)
         asked, self._queue = dict(enumerate(self._queue)), [[] for _ in self.rows]
         found = self._pool.ask(asked)
         return [found[at] for at in range(len(self.rows))]
 
     def _survey(self) -> None:
         """Note the constants of the rows, as they are after the commands so far."""
-        parts = self.ask("survey", self.each())
+        parts = self.ask("survey")
         shared, menu = parts[0]["shared"], stacked.menu_of(self.task, self.config)
         self.table = HostTable(len(self._owner), len(shared["slots"]), menu)
         self.table.load_state(
@@ -383,12 +382,12 @@ class ShardedKeeper:
         self.seeds, self.step = seeds, np.full(len(seeds.stage), -1, np.int64)
 
     def take(self, seeds: Seeds, rows: Bools, step: int) -> None:
-        self._population.tell("with_keeper", self._population.each(self.number, "take", seeds, rows, step))
+        self._population.tell("with_keeper", self.number, "take", seeds, rows, step)
         self.seeds = choose(rows, seeds, self.seeds)
         self.step[rows] = step
 
     def put_back(self, seeds: Seeds, rows: Bools) -> Seeds:
-        self._population.tell("with_keeper", self._population.each(self.number, "put_back", seeds, rows))
+        self._population.tell("with_keeper", self.number, "put_back", seeds, rows)
         restored: Seeds = choose(rows, uprooted(self.seeds, rows, self._population.config.lifecycle.embargo), seeds)
         return restored
 
@@ -396,17 +395,13 @@ class ShardedKeeper:
         if self._population.remembers:
             return {}
         population = self._population
-        states = population.ask("with_keeper", population.each(self.number, "state", now))
+        states = population.ask("with_keeper", self.number, "state", now)
         return joined_snapshots(states, population.rows)
 
     def load_state(self, state: Mapping[str, Any], seeds: Seeds) -> None:
         self.step, self.seeds = state["step"], Seeds(**state["seeds"])
-        owners, parts = self._population.rows, self._population.parts_of(seeds)
-        arguments = [
-            [self.number, "load_state", picked_snapshot(state, own), part]
-            for own, part in zip(owners, parts, strict=True)
-        ]
-        self._population.ask("with_keeper", arguments, kept=True)
+        parts = [picked_snapshot(state, rows) for rows in self._population.rows]
+        self._population.ask("with_keeper", self.number, "load_state", parts, seeds, kept=True)
 
 
 def _scattered(parts: Sequence[NDArray[Any]], places: Sequence[Indices]) -> NDArray[Any]:
@@ -449,9 +444,6 @@ class Shard:
             "fresh_of": [list(fresh).index(id(each)) for each in population.fresh],
         }
 
-    def compiled(self) -> dict[str, float] | None:
-        return self._population.compiled
-
     def keeper(self, slots: int) -> None:
         self._keepers.append(self._population.keeper(dormant(len(self._population.environment), slots)))
 
@@ -491,7 +483,8 @@ class ShardWorker:
                     config = config.model_copy(update={"device": self._device})
                 self._shards[population] = Shard(self._task, config, *others)
             elif name != "close":
-                value = getattr(self._shards[population], name)(*command["arguments"])
+                found = getattr(self._shards[population], name)  # of a property the value
+                value = found(*command["arguments"]) if callable(found) else found
             elif (closed := self._shards.pop(population, None)) is not None:  # else this worker has nothing of it
                 closed.close()
         return {"value": value, "seconds": time.perf_counter() - begin}
