@@ -402,20 +402,16 @@ def end_of(summary: dict[str, Any], folder: Path | None, on_interrupt: OnInterru
         return summary
     if folder is None:
         raise KeyboardInterrupt("the run was interrupted")
-    names, client = names_of(summary), summary.get("controller")  # the summary of a training has no such key
+    config, client = read_config(folder), summary.get("controller")  # the summary of a training has no such key
+    names = config.tasks or (config.task,)
     # those that were objects
     made = ["task"] * any(not is_reference(name) and not is_named_task(name) for name in names)
     if client is not None and not (
         is_own_controller(client) or client.partition(":")[0] in controller_names() or Path(client).exists()
     ):
         made.append("controller")
-    call = resume_call(folder, names, made, read_config(folder).controller)
+    call = resume_call(folder, names, made, config.controller)
     raise KeyboardInterrupt(f"the run was interrupted and its folder is complete; continue it with {call}")
-
-
-def names_of(summary: Mapping[str, Any]) -> list[str]:
-    """Return the names of the tasks of a run, from its summary."""
-    return list(summary["tasks"]) if "tasks" in summary else [summary["task"]]
 
 
 def to_task(task: Any) -> AnyTask:

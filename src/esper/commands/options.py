@@ -192,11 +192,11 @@ def finish(summary: Mapping[str, Any], folder: Path, as_json: bool) -> None:
         print_table = print_training if "rounds_done" in summary else print_summary
         print_table(summary, Console(), str(folder))
     if summary["status"] == "interrupted":
-        from esper.api import names_of
         from esper.leyline.reference import resume_command
         from esper.runs.folder.resume import read_config
 
-        command = resume_command(folder, names_of(summary), read_config(folder).controller)
+        config = read_config(folder)
+        command = resume_command(folder, config.tasks or (config.task,), config.controller)
         say(f"interrupted; continue with {command}", err=True)
         raise typer.Exit(130)
     if summary["status"] == "failed":

@@ -22,7 +22,7 @@ def sb3(env: EsperVectorEnv, heads: Collection[str] | None = None) -> "FlatVecEn
 
     `heads` names the heads that an action chooses, with op and slot among them; fewer heads give fewer actions. The other
     heads are fixed: the blend ADD, a ramp of 2 steps, the full dose, and the first blueprint of the menu
-    (`esper.tamiyo.rules.baselines.defaults`).
+    (`esper.leyline.lifecycle.masks.defaults`).
 
     Raises InputError if Stable-Baselines3 is not installed, or if `env` is no `EsperVectorEnv`.
     """

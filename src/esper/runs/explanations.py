@@ -45,18 +45,15 @@ class Attempts:
         zeros = np.zeros(envs, np.int64)
         return cls(0, zeros, zeros.copy(), np.zeros((envs, len(Refusal)), np.int64))
 
-    def count(self, view: View, actions: Actions, refused: NDArray[np.int8]) -> None:
-        """Count a decision: the view before it, and the `Refusal` of each environment (E,); NONE where it was carried out."""
+    def count(self, view: View, *decided: tuple[Actions, NDArray[np.int8]]) -> None:
+        """Count the decisions of a step, behind each the `Refusal` of each environment (E,); NONE where it was carried out."""
         self.decisions += 1
         self.allowed_last = view.masks.slot.copy()
         self.allowed += view.masks.op[:, Op.GERMINATE]
-        self.count_further(actions, refused)
-
-    def count_further(self, actions: Actions, refused: NDArray[np.int8]) -> None:
-        """Count a further decision of the same step."""
-        tried = actions.op == Op.GERMINATE
-        self.planted += tried & (refused == Refusal.NONE)
-        np.add.at(self.refused, (np.flatnonzero(tried), refused[tried]), 1)
+        for actions, refused in decided:
+            tried = actions.op == Op.GERMINATE
+            self.planted += tried & (refused == Refusal.NONE)
+            np.add.at(self.refused, (np.flatnonzero(tried), refused[tried]), 1)
         self.refused[:, Refusal.NONE] = 0
 
 

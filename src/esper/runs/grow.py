@@ -289,9 +289,7 @@ class Episode(Observer):
     def stepped(self, step: Step) -> None:
         """Count a step, and report it to the progress display."""
         self.view = step.after
-        self.attempts.count(step.view, step.outcome.actions, step.outcome.refused)
-        for actions, refused in step.further:
-            self.attempts.count_further(actions, refused)
+        self.attempts.count(step.view, (step.outcome.actions, step.outcome.refused), *step.further)
         self.steps += 1
         self.seconds += step.seconds
         trace = self.engine.trace

@@ -909,13 +909,10 @@ class Trainer(Observer):
 
     def _exchanged(self, results: Mapping[int, Any]) -> dict[int, Any]:
         """Return the results of all workers by cohort. The first worker, which alone writes events, keeps the rows of all."""
-        if self.exchange.size == 1:
-            return dict(results)
         rows = [(place, np.frombuffer(lines, np.uint8)) for place, lines in self._lines.items()]
         every = self.exchange.gather({"results": [*results.items()], "rows": rows})
-        self._lines = {}
-        if self.exchange.rank == 0:
-            self._lines = {place: lines.tobytes() for each in every for place, lines in each["rows"]}
+        kept = every if self.exchange.rank == 0 else ()
+        self._lines = {place: lines.tobytes() for each in kept for place, lines in each["rows"]}
         return dict(pair for each in every for pair in each["results"])
 
     def _write_rows(self) -> None:

@@ -8,9 +8,9 @@ A reward is a sum of named components, each (E,):
     governor minus the penalty of a step that was rolled back (`paid`)
     compute  minus the price of the compute of seeds and trials
 
-The component `twin` exists where `baseline` is twin, `compute` where `compute_price` is above 0, and `escrow` in the reward of
-that name. The baseline `group` changes the advantage and not the reward. A component is nan where a quantity that it needs was
-not measured.
+The component `twin` exists where `relative_to` is twin, `compute` where `compute_price` is above 0, and `escrow` in the reward of
+that name. With `relative_to` group the advantage changes, and not the reward. A component is nan where a quantity that it needs
+was not measured.
 """
 
 from collections.abc import Callable, Mapping
@@ -54,7 +54,7 @@ def worth(scores: Scores, host_params: NDArray[np.int64], config: RewardConfig) 
 def worths(outcome: Outcome, config: RewardConfig) -> tuple[Components, Components]:
     """Return the worth before a step and after it. At the end of an episode, the worth after it is that of the exported network.
 
-    Where the baseline is twin, the worth of the twin is subtracted. Raises InputError if no twins are trained.
+    Where `relative_to` is twin, the worth of the twin is subtracted. Raises InputError if no twins are trained.
     """
     final = outcome.after if outcome.exported is None else outcome.exported
     before, after = (worth(scores, outcome.host_params, config) for scores in (outcome.before, final))
@@ -178,9 +178,9 @@ class Escrow(_Remembering):
     returns are discounted or a sequence is truncated. The rewards of an episode sum to J_T - J_0 - fees + paid. A rollback
     closes the accounts of its row without payment. Earlier payments stay, and no later seed is paid for the same increase.
 
-    A seed has an account from its germination until it is kept or removed. Kept are its `credit` (E, S), the last measured
-    contribution, 0 where none was measured or no account is open; its `entry` (E, S), the worth before it germinated, nan where
-    no account is open; and `paid_up` (E,), the worth up to which increases were paid for, at first that at the start.
+    A seed has an account from its germination until it is kept or removed. Kept are its `credit` (E, S), the last contribution
+    that was measured on trial, 0 where there is none or no account is open; its `entry` (E, S), the worth before it germinated,
+    nan where no account is open; and `paid_up` (E,), the worth up to which increases were paid for, at first that at the start.
 
     Experimental: the contribution is measured when a seed is kept, so keeping it late may pay more than keeping it early
     (the page "Exploits" of esper-bench).
@@ -201,9 +201,8 @@ class Escrow(_Remembering):
 
             pay = min(credit, max(J_after - max(J_entry, paid_up), 0)),   then paid_up = max(J_entry, paid_up) + pay
 
-        stage (E, S) and contribution (E, S) are those after the step; before and after (E,) are the worth J. The contribution of
-        a kept seed is not measured, so its credit is its last contribution on trial. A live seed that was not measured keeps its
-        credit. A negative credit is paid in full, so keeping a harmful seed costs. At the end of the episode all credit expires.
+        stage (E, S) and contribution (E, S) are those after the step; before and after (E,) are the worth J. A negative credit is
+        paid in full, so keeping a harmful seed costs. At the end of the episode all credit expires.
 
         Every increase of J is paid for once: the sum of positive payments is at most max_t J_t - J_0. Without this bound, seeds
         that are planted together would all be paid for the same increase, and so would the repair of an earlier decrease.
@@ -246,10 +245,7 @@ def get_reward(config: RewardConfig) -> Reward:
 
 @dataclass(frozen=True)
 class OwnReward:
-    """Makes rewards by a function at `path.py:function` or `module:function`. Workers get the reference, and import it there.
-
-    The function takes a `RewardConfig` and returns a reward.
-    """
+    """Makes rewards by a function at `path.py:function` or `module:function`. Workers get the reference, and import it there."""
 
     reference: str
 

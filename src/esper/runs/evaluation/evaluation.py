@@ -400,11 +400,9 @@ def run_evaluation(
 ) -> Record:
     """Compare controllers with the rules, static networks and `rivals` on every task; return a strict JSON object.
 
-    baselines: static networks, of the sizes that the first controller grew, or the heuristic without one; the
-    controller never is the twin. settings: layers of config over that of the tasks, the same for all contenders.
-    folder: stores the results of populations, which are reused. watch: called with lines of progress. workers: the
-    workers that grow the populations; in a rank of torchrun above 0, this process is one of them until the evaluation
-    ends.
+    Arguments are as in `esper.evaluate`, with static networks of which the twin is left out, since the controller never is that.
+    settings: layers of config. folder: stores the results of populations, which are reused. workers: in a rank of torchrun above
+    0, this process is one of them until the evaluation ends.
     """
     rivals = rivals or Rivals()
     rules = [named(name) for name in RULES]

@@ -198,8 +198,8 @@ class RunFolder:
         kept: list[JsonLines] = []
         others = [*(Guarded(output, note) for output in outputs), *exporters(config, path, note)]
         if path is not None:
-            command = resume_command(path, config.tasks or (config.task,), config.controller)
-            seconds, resumed = config.faults.disk_seconds, f"continue with `{command}`"
+            self._command = resume_command(path, config.tasks or (config.task,), config.controller)
+            seconds, resumed = config.faults.disk_seconds, f"continue with `{self._command}`"
             self.retry = DiskRetry(seconds, note, path, lambda: interrupt.asked, resumed=resumed)
             kept.append(JsonLines(path / files.EVENTS, self.retry, note))
         self.hub = Hub([*kept, *others], config.telemetry.level, raise_steps=config.telemetry.raise_steps)
@@ -406,16 +406,15 @@ class RunFolder:
             self.end(summary, at_once=True)
             if self.path is None:
                 raise
-            command = resume_command(self.path, self.config.tasks or (self.config.task,), self.config.controller)
             number = None if self.store is None else self.store.latest()
             place = "starts again with the first step, because there is no checkpoint yet"
             if number is not None:
                 place = f"continues after step {number:,}, that of the last checkpoint"
             if isinstance(error, OutOfMemory | DataFault | UserCodeError | InputError):
-                raise type(error)(f"{error}; {command} {place}") from error.__cause__
+                raise type(error)(f"{error}; {self._command} {place}") from error.__cause__
             error.add_note(
-                f"The run in {self.path} has the status failed. Correct the error; then `{command}` {place}. If the task or "
-                f"the controller was an object made in Python, call {resume_call(self.path, (), ('task', 'controller'))} "
+                f"The run in {self.path} has the status failed. Correct the error; then `{self._command}` {place}. If the task "
+                f"or the controller was an object made in Python, call {resume_call(self.path, (), ('task', 'controller'))} "
                 "instead."
             )
             raise

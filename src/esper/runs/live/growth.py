@@ -793,7 +793,7 @@ class Growth:
             refused = self.engine.apply(decision.actions, decision.reasons)
         finally:
             self.engine.planting = True
-        self.attempts.count(view, decision.actions, refused)
+        self.attempts.count(view, (decision.actions, refused))
         changed = (decision.actions.op[0] != Op.WAIT) and refused[0] == Refusal.NONE  # listed when it was measured
         why = "" if changed else self._nothing_left(view)
         self._stopped = (self.calls, why) if why else None

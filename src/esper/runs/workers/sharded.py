@@ -4,8 +4,8 @@ The engine, with the lifecycle, the controller, the governor and the events, is 
 The networks and their data are in the workers. An engine cannot tell a `ShardedPopulation` from a population of this process:
 what a row computes depends on no other row, so results do not depend on the number of workers.
 
-A `Shard` in a worker has n rows of a population: some environments, then their twins. It is a population of its own. What its
-rows compute does not depend on which rows they are with. Where a row alone would need a ghost, each shard has two rows or more.
+A `Shard` in a worker has n rows of a population: some environments, then their twins. It is a population of its own. Where a row
+alone would need a ghost, each shard has two rows or more.
 """
 
 import time

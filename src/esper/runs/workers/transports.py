@@ -278,14 +278,10 @@ def _store() -> Any:
     try:
         return next(iter(rendezvous("env://")))[0]
     except dist.DistNetworkError as error:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        if os.environ["RANK"] == "0":
-            raise InputError(
-                f"rank 0 cannot listen at {where} ({typed_line(error)}); give a MASTER_PORT that no other program uses"
-            ) from None
-        raise InputError(
-            f"rank {os.environ['RANK']} cannot reach rank 0 at {where} ({typed_line(error)}); check MASTER_ADDR and MASTER_PORT"
-        ) from None
+        rank, what, mend = os.environ["RANK"], "reach rank 0", "check MASTER_ADDR and MASTER_PORT"
+        if rank == "0":
+            what, mend = "listen", "give a MASTER_PORT that no other program uses"
+        raise InputError(f"rank {rank} cannot {what} at {address}:{port} ({typed_line(error)}); {mend}") from None
 
 
 class TorchrunTransport(ProcessTransport):

@@ -10,7 +10,7 @@ import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -271,8 +271,7 @@ class Peers(Workers):
     first = 1
     _gone: int | None = None  # a worker that was lost
     _losses = 0  # since a round was finished
-    # hears the workers while this one takes part in rounds
-    _watch: tuple[threading.Event, threading.Thread] | None = None
+    _watch = ExitStack()  # ends the thread that hears the workers while this one takes part in rounds
     _heard: Sequence[tuple[int, bytes | None]] = ()  # by the thread
 
     def join(self, part: Mapping[str, Any], owners: Sequence[int], gpu: torch.device | None = None) -> Exchange:
@@ -318,23 +317,19 @@ class Peers(Workers):
             while not ended.is_set():
                 heard.extend(self.hear())
 
-        self._watch = ended, threading.Thread(target=watch, name="watch", daemon=True)
-        self._watch[1].start()
-
-    def _end_watch(self) -> None:
-        if self._watch is not None:
-            ended, thread = self._watch
-            ended.set()
-            thread.join()
-            self._watch = None
+        thread = threading.Thread(target=watch, name="watch", daemon=True)
+        thread.start()
+        self._watch = ExitStack()
+        self._watch.callback(thread.join)
+        self._watch.callback(ended.set)  # which is called before
 
     def close(self) -> None:
-        self._end_watch()
+        self._watch.close()
         super().close()
 
     def restart(self) -> None:
         """Start all workers again after one was lost. Raises the error of a worker that failed, or WorkerError."""
-        self._end_watch()
+        self._watch.close()
         told = set[int]()  # those that have heard of the loss
         while self._gone is None:
             if self._asked():

@@ -111,11 +111,7 @@ class Learned(Rule):
         return output.decision.actions
 
     def _unpacked(self, view: View, chosen: Actions) -> Actions:
-        """Return the actions of decisions.
-
-        A package is one decision of the policy. Its first seed is planted with that decision, and the others afterwards, without
-        a decision.
-        """
+        """Return the actions of decisions, in which each package plants its next seed (`packages.unpacked`)."""
         names, opened = self.policy.language.packages, self._opened
         self._done, self._reasons = chosen, [None] * len(chosen.op)
         if names:

@@ -37,11 +37,7 @@ class Never(Rule):
 
 
 class RandomValid(Rule):
-    """Draws an operation uniformly from the valid ones, then each relevant head from its valid choices, in the order of `Head`.
-
-    A draw is a hash of (run seed, number of the environment, episode, step, head), so it depends neither on other environments
-    nor on earlier draws.
-    """
+    """Draws an operation uniformly from the valid ones, then each relevant head from its valid choices, in their order."""
 
     def act(self, view: View) -> Actions:
         """Return one valid decision per environment. A head that the operation does not use is 0."""
@@ -49,9 +45,10 @@ class RandomValid(Rule):
 
 
 def draws(view: View, further: int = 0) -> Floats:
-    """Draw (heads, E) uniform in [0, 1) for the decisions of a step, keyed by the number of each environment.
+    """Draw (heads, E) uniform in [0, 1) for the decisions of a step.
 
-    A decision therefore depends neither on other environments nor on the index of the environment in its population.
+    A draw is a hash of (run seed, number of the environment, episode, step, head), so a decision depends neither on other
+    environments, nor on earlier draws, nor on the index of the environment in its population.
     further: number of the decision within the step, from 0.
     """
     space, heads = view.space, np.array(list(Head))[:, None]

@@ -52,7 +52,7 @@ def _by_name(kind: type[IntEnum]) -> BeforeValidator:
 
 
 class ScheduleEntry(BaseModel):
-    """Describes one entry of a schedule. A head that is left out takes its default (`baselines.defaults`), or another valid one.
+    """Describes one entry of a schedule. A head that is left out takes its default (`masks.defaults`), or another valid one.
 
     Error messages quote the description of a field as the accepted values.
     """
