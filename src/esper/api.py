@@ -40,7 +40,7 @@ from esper.nissa.outputs import Output
 from esper.nissa.recovery import check_events
 from esper.runs.configuration import growth_config, training_configs
 from esper.runs.evaluation.contenders import Contender, of_object, trainings, unheard
-from esper.runs.evaluation.evaluation import FIGURE, ROOT, Rivals, disk_retry, evaluation_folder, run_evaluation
+from esper.runs.evaluation.evaluation import FIGURE, Rivals, disk_retry, evaluation_folder, run_evaluation
 from esper.runs.folder.interrupt import ended_by_signals
 from esper.runs.folder.resume import Opening, changed, cohort_configs, finished, is_training, read_config, reward_of
 from esper.runs.grow import grow as grow_run
@@ -315,8 +315,7 @@ def evaluate(
         grown = None
         if path is not None:
             stack.enter_context(ended_by_signals())
-            shared = path.parent == ROOT
-            grown = stack.enter_context(evaluation_folder(path, say, overwrite=overwrite, shared=shared))
+            grown = stack.enter_context(evaluation_folder(path, say, overwrite=overwrite))
         found = [get_task(each) if isinstance(each, str) else each for each in chosen]
         many = isinstance(controllers, list | tuple) and not isinstance(controllers, Contender)
         listed: Sequence[Any] = [] if controllers is None else controllers if many else [controllers]  # type: ignore[assignment]

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from esper.leyline.config.parsing import LARGEST_YAML, parse_yaml
@@ -38,27 +37,23 @@ def load_config_file(path: str) -> dict[str, Any]:
     return content
 
 
-TRAINING: Mapping[str, Any] = MappingProxyType(
-    {
-        "envs": 64,
-        "baselines": [],
-        "models": "none",
-        "gates": {"permissive": True, "min_holding_steps": 1},  # a policy learns which seeds to keep
-        "probe": {"sensors_every": 4},
-        "reward": {"relative_to": "group", "group_size": 8},
-        "telemetry": {"level": "run"},
-        "early_stopping": {"enabled": False},  # a policy learns from whole episodes
-    }
-)
+TRAINING: Mapping[str, Any] = {
+    "envs": 64,
+    "baselines": [],
+    "models": "none",
+    "gates": {"permissive": True, "min_holding_steps": 1},  # a policy learns which seeds to keep
+    "probe": {"sensors_every": 4},
+    "reward": {"relative_to": "group", "group_size": 8},
+    "telemetry": {"level": "run"},
+    "early_stopping": {"enabled": False},  # a policy learns from whole episodes
+}
 """Config of every training. It takes precedence over the defaults of a task, and the user's config over it."""
 
-PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "quick": {"ppo": {"rounds": 30, "imitation_rounds": 8}},
-        "standard": {"ppo": {"rounds": 470, "imitation_rounds": 8}},
-        "long": {"ppo": {"rounds": 1500, "imitation_rounds": 8}},
-    }
-)
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "quick": {"ppo": {"rounds": 30, "imitation_rounds": 8}},
+    "standard": {"ppo": {"rounds": 470, "imitation_rounds": 8}},
+    "long": {"ppo": {"rounds": 1500, "imitation_rounds": 8}},
+}
 """Lengths of a training by name."""
 
 

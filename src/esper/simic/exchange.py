@@ -9,20 +9,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed exports them without their types
 
 from esper.store.tensors import Tree, pack, unpack
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed exports them without their types
-else:
-    from torch.distributed import PrefixStore
 
 _LONGEST = timedelta(minutes=10)
 """Longest wait for another worker in an exchange. A worker whose process ends is noticed at once."""
@@ -58,7 +54,7 @@ class Exchange:
     @classmethod
     def joined(
         cls,
-        store: "Store",
+        store: Store,
         owners: Sequence[int],
         rank: int,
         size: int,

@@ -555,10 +555,9 @@ def compared(
 
 
 @contextmanager
-def evaluation_folder(
-    path: Path, note: Callable[[str], None], *, overwrite: bool = False, shared: bool = False
-) -> Iterator[Path]:
+def evaluation_folder(path: Path, note: Callable[[str], None], *, overwrite: bool = False) -> Iterator[Path]:
     """Make and lock the folder of an evaluation, and give the one, in or beside it, in which results are stored."""
+    shared = path.parent == ROOT
     retry = DiskRetry(0.0, note, path, lambda: False, further="give the same command again")  # nothing is lost yet
     with locked_folder(path, note, retry):
         if (path / EVALUATION).exists() and not overwrite:

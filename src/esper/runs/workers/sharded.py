@@ -305,7 +305,7 @@ class ShardedPopulation:
     def tell(self, name: str, *arguments: Any, kept: bool = True) -> None:
         """Queue a command. kept: whether it changes the rows.
 
-        arguments: of seeds and of arrays (R, ...) each worker gets its rows, of a list its entry; it gets all of others.
+        Each worker gets its rows of seeds and of arrays (R, ...), its entry of a list, and every other argument as it is.
         """
         if kept:
             self._known = None
