@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from esper.leyline.config.arguments import check_names
 from esper.leyline.errors import InputError
-from esper.leyline.text import did_you_mean, kind_of
+from esper.leyline.text import kind_of
 
 if TYPE_CHECKING:
     from esper.callbacks.hugging_face import HuggingFaceAnytimeGrowth, HuggingFaceGrowth
@@ -19,8 +20,14 @@ if TYPE_CHECKING:
 
 __all__ = ["HuggingFaceAnytimeGrowth", "HuggingFaceGrowth", "LightningAnytimeGrowth", "LightningGrowth"]
 
-FROM_THE_TRAINER = ("model", "optimizer", "scheduler", "ema", "scaler", "shared")
-"""Arguments of `esper.Growth` and `esper.AnytimeGrowth` that a callback takes from its trainer."""
+ELSEWHERE: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("model", "optimizer", "scheduler", "ema", "scaler", "shared"), "the trainer gives it; leave it out"
+    ),
+    "plan": "LightningAnytimeGrowth and HuggingFaceAnytimeGrowth widen the network as a whole",
+    "shard": "a network that fully_shard has in parts grows in a loop of your own (`esper docs sharding`)",
+}
+"""Arguments of `esper.Growth` and `esper.AnytimeGrowth` that a callback does not have, each with what to do."""
 
 
 def __getattr__(name: str) -> Any:
@@ -44,23 +51,9 @@ class GrowthCallback:
     growth: Any = None
 
     def __init__(self, kind: type[Any], options: Mapping[str, Any]) -> None:
-        """kind: `esper.Growth` or `esper.AnytimeGrowth`.
-
-        InputError if an option is no argument of it, or one that the trainer gives.
-        """
-        known = [
-            name for name in inspect.signature(kind).parameters if name not in (*FROM_THE_TRAINER, "plan", "shard")
-        ]
-        for name in options:
-            if name in FROM_THE_TRAINER:
-                raise InputError(f"{type(self).__name__} takes {name} from the trainer; leave it out")
-            if name not in known:
-                hint = did_you_mean(name, known) or f"it takes {', '.join(known)}"
-                if name == "plan" and name in inspect.signature(kind).parameters:
-                    hint = "to widen the network as a whole, take LightningAnytimeGrowth or HuggingFaceAnytimeGrowth"
-                if name == "shard":
-                    hint = "a network that fully_shard has in parts grows in a loop of your own (`esper docs sharding`)"
-                raise InputError(f"{type(self).__name__} has no argument {name!r}; {hint}")
+        """kind: `esper.Growth` or `esper.AnytimeGrowth`. InputError if an option is no argument of it, or is in `ELSEWHERE`."""
+        known = [name for name in inspect.signature(kind).parameters if name not in ELSEWHERE]
+        check_names(type(self).__name__, options, known, ELSEWHERE)
         self._options = options
 
     @property

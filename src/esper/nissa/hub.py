@@ -29,7 +29,7 @@ class Hub:
         self.outputs = tuple(outputs)
         self._file = next((output for output in self.outputs if isinstance(output, JsonLines)), None)
         self._queued = [output for output in self.outputs if isinstance(output, Guarded)]
-        self.asked: Level = level
+        self.asked: Level = level if outputs else "off"  # as nobody would have the rows
         self.seq = 0
         self.raise_steps, self.raised = raise_steps, 0
         self.seconds = 0.0
@@ -39,12 +39,8 @@ class Hub:
         return _HIGHER.get(self.asked, self.asked) if self.raised else self.asked
 
     def wants(self, kind: type[Row]) -> bool:
-        """Return whether rows of this kind are kept: none at level 'off', all but those of every step at 'run', all above.
-
-        A hub without outputs keeps none.
-        """
-        level = self.level if self.outputs else "off"
-        return level != "off" and (level != "run" or not issubclass(kind, _OF_STEPS))
+        """Return whether rows of this kind are kept: none at level 'off', all but those of every step at 'run', all above."""
+        return self.level != "off" and (self.level != "run" or not issubclass(kind, _OF_STEPS))
 
     def begin_step(self, *, restored: bool) -> None:
         """Begin the rows of a step. restored: whether a network was restored in the step, which raises the level."""

@@ -335,8 +335,7 @@ def train(
         ]
         trainer, ppo, peers = fresh_trainer(shards, config, place, reward, run.hub), config.ppo, None
         if asked.size > 1:
-            facts, level = {**shared_facts(sealed), "policy": name_of_place(place)}, run.hub.asked
-            made = work(level if run.hub.outputs else "off")
+            facts, made = {**shared_facts(sealed), "policy": name_of_place(place)}, work(run.hub.asked)
             others = start_workers(Peers, asked, made, watch.note, facts, stop=lambda: interrupt.asked)
             peers = stack.enter_context(closing(others))
             peers.patience = config.faults.worker_seconds
@@ -593,8 +592,7 @@ class Trainer(Observer):
         self.exchange.close()
         self.exchange = self.learner.exchange = exchange
         raised = self.config.telemetry.raise_steps
-        level = self.hub.asked if self.hub.outputs else "off"
-        self.sink = self.hub if exchange.size == 1 else Hub([self._rows], level, raise_steps=raised)
+        self.sink = self.hub if exchange.size == 1 else Hub([self._rows], self.hub.asked, raise_steps=raised)
         for place, cohort in enumerate(self.cohorts):
             if not exchange.owns(place):
                 cohort.release()

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -33,10 +33,7 @@ def known_as(
 
         @functools.wraps(function)
         def called(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Returned:
-            for given in kwargs:
-                if given not in names:
-                    hint = (elsewhere or {}).get(given) or did_you_mean(given, names) or f"it takes {', '.join(names)}"
-                    raise InputError(f"{name} has no argument {given!r}; {hint}")
+            check_names(name, kwargs, names, elsewhere or {})
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
@@ -46,6 +43,14 @@ def known_as(
         return called
 
     return decorate
+
+
+def check_names(function: str, given: Iterable[str], names: Sequence[str], elsewhere: Mapping[str, str]) -> None:
+    """Raise InputError for an argument that is none of `names`, with what `elsewhere` says of it, or the most similar name."""
+    for name in given:
+        if name not in names:
+            hint = elsewhere.get(name) or did_you_mean(name, names) or f"it takes {', '.join(names)}"
+            raise InputError(f"{function} has no argument {name!r}; {hint}")
 
 
 def required_arguments(function: Callable[..., Any]) -> list[str]:
