@@ -289,9 +289,7 @@ def interactions(table: CoalitionValues | None, step: int, life: NDArray[np.int3
     def value(mask: NDArray[np.int64]) -> Floats:
         """Return v (E, S) of a mask for each environment and slot; nan where the coalition was not evaluated."""
         code, asked = table.env << slots | table.mask, np.arange(envs)[:, None] << slots | mask
-        order = np.argsort(code)
-        place = np.searchsorted(code[order], asked).clip(max=len(code) - 1)
-        at = order[place]
+        at = np.searchsorted(code, asked).clip(max=len(code) - 1)  # the table is by environment and mask
         return np.where(code[at] == asked, table.metric[at], np.nan)
 
     nobody = np.zeros(shape, np.int64)
