@@ -162,8 +162,6 @@ def with_sensors(config: Config, client: Controller) -> Config:
 
 def trained(name_or_path: str) -> Path | None:
     """Return the folder of a trained controller, given it or its run folder; None where the path is neither."""
-    if name_or_path in CONTROLLERS:
-        return None
     inner = Path(name_or_path) / FOLDER
     if inner.is_symlink():
         raise InputError(f"{inner} is a link, which is not followed; name the folder that it leads to, if you trust it")
