@@ -20,6 +20,7 @@ from esper.leyline.intervals import mean_and_error
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
 from esper.nissa.rows import (
     DecisionRow,
+    EnvRow,
     EpisodeRow,
     EvaluationRow,
     GradientsRow,
@@ -153,9 +154,9 @@ class BlueprintAnalytics:
     """Counts what became of each blueprint at each slot; it can be an output of a run (`esper.grow(..., outputs=[...])`)."""
 
     def __init__(self) -> None:
-        # Of the slots that are not empty: the row by which the seed was planted or kept, and its parameters where they are known.
-        self._seeds: dict[tuple[object, ...], LifecycleRow] = {}
-        self._prices: dict[tuple[object, ...], int] = {}
+        self._prices: dict[tuple[object, ...], int] = {}  # parameters of the seeds that are planted in this step
+        # Of each slot with a seed: the row by which the seed was planted or kept, and its parameters, 0 where they are not known.
+        self._seeds: dict[tuple[object, ...], tuple[LifecycleRow, int]] = {}
         self._counts: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
         self._measured: dict[tuple[str, str], array[float]] = defaultdict(lambda: array("d"))
         self._waited: dict[tuple[str, str], array[int]] = defaultdict(lambda: array("l"))
@@ -170,26 +171,27 @@ class BlueprintAnalytics:
     def write(self, row: Row) -> None:
         match row:
             case DecisionRow(op="GERMINATE", carried_out=True, slot=str(slot), price=int(price)):
-                self._prices[_place(row, row.env, slot)] = price
+                self._prices[_place(row, slot)] = price
             case LifecycleRow(to_stage="GERMINATED" | "FOSSILIZED" | "PRUNED", blueprint=str(blueprint)):
-                key, place = (blueprint, row.slot), _place(row, row.env, row.slot)
+                key, place = (blueprint, row.slot), _place(row, row.slot)
                 count = self._counts[key]
                 count[row.to_stage] += 1
                 if row.to_stage == "GERMINATED":
                     count["priced"] += place in self._prices
-                    count["price"] += self._prices.get(place, 0)
-                    self._seeds[place] = row
+                    price = self._prices.pop(place, 0)
+                    count["price"] += price
+                    self._seeds[place] = row, price
                     return
                 if row.contribution_mean is not None:
                     self._measured[key].append(row.contribution_mean)
-                seed, params = self._leave(place)
+                seed, params = self._seeds.pop(place, (None, 0))
                 if row.to_stage == "FOSSILIZED" and seed is not None:
                     self._waited[key].append(row.step - seed.step)
                     count["params"] += params
-                    self._seeds[place], self._prices[place] = row, params
+                    self._seeds[place] = row, params
             case RollbackRow(twin=False):
                 for slot in row.pruned:
-                    seed, params = self._leave(_place(row, row.env, slot))
+                    seed, params = self._seeds.pop(_place(row, slot), (None, 0))
                     if seed is None:
                         continue
                     key = str(seed.blueprint), slot
@@ -200,11 +202,7 @@ class BlueprintAnalytics:
                         self._waited[key].pop()
             case EpisodeRow():
                 for slot in (*row.grown, *row.unfinished):  # the next episode begins with empty slots
-                    self._leave(_place(row, row.env, slot))
-
-    def _leave(self, place: tuple[object, ...]) -> tuple[LifecycleRow | None, int]:
-        """Empty a slot. Returns the row of the seed that was there, and its parameters, 0 where they are not known."""
-        return self._seeds.pop(place, None), self._prices.pop(place, 0)
+                    self._seeds.pop(_place(row, slot), None)
 
     def close(self) -> None:
         """Do nothing: there is nothing to close."""
@@ -228,9 +226,9 @@ class BlueprintAnalytics:
         return sorted(found, key=lambda tally: (-tally.tried, tally.slot, tally.blueprint))
 
 
-def _place(row: PlayedRow, env: int, slot: str) -> tuple[object, ...]:
+def _place(row: EnvRow, slot: str) -> tuple[object, ...]:
     """Return a slot of an environment in an episode."""
-    return row.cohort, row.task, row.round, getattr(row, "episode", None), env, slot
+    return row.cohort, row.task, row.round, row.episode, row.env, slot
 
 
 class Curve:
