@@ -12,7 +12,6 @@ from esper.kasmina.blueprints import count, drawn_with
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.streams import Kind
 from esper.tasks.hosts.factories import CNN, ResidualCNN, host_from
-from esper.tasks.hosts.feedforward import scaled_to
 from esper.tasks.images import digits_image, digits_image_narrow, standardizing
 from esper.tasks.small import digits
 
@@ -69,9 +68,10 @@ def test_the_cnn_of_32_x_32_has_as_many_parameters_as_its_formula_says():
 def test_a_plain_cnn_is_the_smallest_scaled_one_of_so_many_parameters(factory, parameters):
     plain = factory.plain(parameters)
     assert count(plain()) >= parameters
-    assert plain.channels == scaled_to((4, 6), plain.channels[-1])
-    if plain.channels[-1] > 1:
-        assert count(replace(plain, channels=scaled_to((4, 6), plain.channels[-1] - 1))()) < parameters
+    narrow, wide = plain.channels
+    assert narrow == -(-4 * wide // 6)
+    if wide > 1:
+        assert count(replace(plain, channels=(-(-4 * (wide - 1) // 6), wide - 1))()) < parameters
 
 
 @pytest.mark.parametrize("kind", [CNN, ResidualCNN])

@@ -262,7 +262,8 @@ class _Convolutional(HostFactory):
         return host
 
     def _even(self, width: int) -> Self:
-        return replace(self, channels=scaled_to(self.channels, width))
+        widest = max(self.channels)  # the channels keep their proportions
+        return replace(self, channels=tuple(-(-size * width // widest) for size in self.channels))
 
     @abstractmethod
     def _block(self, index: int, reads: int, writes: int) -> nn.Module:
@@ -326,8 +327,3 @@ class ResidualCNN(_Convolutional):
             conv(writes, writes, 3, variance=SCALE**2 / (9 * writes * len(self.channels))),
         ]
         return Residual(*branch, shortcut=nn.Sequential(nn.AvgPool2d(2), conv(reads, writes, 1, variance=1 / reads)))
-
-
-def scaled_to(channels: Sequence[int], widest: int) -> tuple[int, ...]:
-    """Scale channels in the same proportions, rounded up, so that the largest is `widest`."""
-    return tuple(-(-size * widest // max(channels)) for size in channels)
