@@ -348,11 +348,11 @@ def alone(**options: Any) -> Task:
         ),
         (
             lambda: classified(splits=INDICES | {"test": [49, 85]}),
-            "example 49 is in the train split and in the test split; put every example in one split",
+            "example 49 is named more than once in the train split and the test split; name every example once, in one split",
         ),
         (
             lambda: classified(splits=INDICES | {"test": [85, 85]}),
-            "the test split names an example twice; name it once",
+            "example 85 is named more than once in the test split; name every example once, in one split",
         ),
         (
             lambda: classified(splits=INDICES | {"test": [90]}),

@@ -68,7 +68,7 @@ def test_workers_read_the_same_task_bit_for_bit(workers):
             assert a.stride() == b.stride()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.complex64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.uint8, torch.bool])
 def test_workers_hand_over_every_dtype(dtype):
     x = torch.randn(9, 2, 3).to(dtype)
     data = TensorDataset(x, torch.arange(9))

@@ -140,7 +140,6 @@ T = X[:, :1].clone()
             "number the classes from 0, or raise classes",
         ),
         (X, Y - 1, 3, "y holds labels below 0 or over 2, in examples"),
-        (X, Y * 0, 1, "classes is 1; give examples of at least two classes, numbered from 0"),
         (
             X,
             T[:, :, None][:, :, :0],

@@ -46,8 +46,6 @@ def check_examples(x: Batch, y: Tensor, classes: int | None) -> None:
             )
         check_finite(nonfinite(Split(y, y)), "y", f"drop those examples, fill in the values, or {skip}")
         return
-    if classes < 2:
-        raise InputError(f"classes is {classes}; give examples of at least two classes, numbered from 0")
     outside = ((y < 0) | (y >= classes)).reshape(len(y), -1).any(1)
     if outside.any():
         raise InputError(

@@ -25,10 +25,13 @@ class Frame(Protocol):
 
 
 def as_tensor(value: Any, what: str, dtype: torch.dtype) -> Tensor:
-    """Turn numbers into a detached tensor on the CPU; float64 that is no tensor becomes `dtype`. InputError if not numbers."""
+    """Turn real numbers into a detached tensor on the CPU, as `real` does; float64 that is no tensor becomes `dtype`.
+
+    InputError if they are not real numbers.
+    """
     if isinstance(value, Tensor):
-        return value.detach().cpu()
-    tensor = torch.from_numpy(np.array(numeric_array(value, what)))
+        return real(value.detach().cpu(), what)
+    tensor = real(torch.from_numpy(np.array(numeric_array(value, what))), what)
     return tensor.to(dtype) if tensor.dtype == torch.float64 else tensor
 
 

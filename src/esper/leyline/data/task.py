@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from esper.leyline.config.tree import LARGE, Config
-from esper.leyline.data.arrays import as_tensor, real, select_columns
+from esper.leyline.data.arrays import as_tensor, select_columns
 from esper.leyline.data.batches import Batch, Shapes, cast, leaves, named_leaves, picked, shapes
 from esper.leyline.data.preprocess import Preprocess
 from esper.leyline.errors import DataWarning, InputError, warn
@@ -216,7 +216,7 @@ class Interface(NamedTuple):
         read = []
         dtypes = self.whole or (None,) * len(shapes)
         for value, (name, shape), whole in zip(values, shapes.items(), dtypes, strict=True):
-            examples = real(as_tensor(value, name, dtype), name)
+            examples = as_tensor(value, name, dtype)
             if examples.shape == shape:
                 batch = "predict([x])" if name == "x" else "predict of a batch"
                 raise InputError(

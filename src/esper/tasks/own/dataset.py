@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from esper.leyline.config.arguments import is_number
-from esper.leyline.data.arrays import as_tensor, real
+from esper.leyline.data.arrays import as_tensor
 from esper.leyline.data.batches import Batch, leaves, map_leaves, named_leaves, shapes
 from esper.leyline.data.task import Label, Split, nonfinite
 from esper.leyline.data.workers import read_by_workers
@@ -157,9 +157,8 @@ def check_names(features: Mapping[Any, Any], what: str) -> None:
         )
 
 
-def numbers_as_kept(features: Tensor, what: str = "x") -> Tensor:
-    """Convert features to torch's default dtype or float64, to int64, or to bool. InputError for complex numbers."""
-    features = real(features, what)
+def numbers_as_kept(features: Tensor) -> Tensor:
+    """Convert real features to torch's default dtype or float64, to int64, or to bool."""
     if features.dtype in (torch.float64, torch.bool):
         return features
     return features.to(torch.get_default_dtype() if features.is_floating_point() else torch.int64)
@@ -176,7 +175,7 @@ class DatasetSource:
 
     dataset: Dataset[Any]  # of pairs of features and a label or target
     indices: Tensor  # (N,) int64, the example of the Dataset at each place
-    kind: Kind
+    kind: Kind | None
     classes: int | tuple[Label, ...] | None  # of a classification, as in `esper.task`
     # examples in the shapes and dtypes that `read` returns; None returns those of the Dataset
     like: Split | None = None

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from esper.leyline.config.arguments import check_integer
+from esper.leyline.config.arguments import check_integer, check_switch
 from esper.leyline.data.arrays import Frame, as_tensor, column_names, numeric_array, select_columns, to_array
 from esper.leyline.data.batches import Batch, check_lengths, first, leaves, map_leaves, shapes
 from esper.leyline.data.task import SENSED, Label, Split, finite, nonfinite, which
@@ -69,8 +69,7 @@ class Examples(NamedTuple):
 
 def read_examples(given: Given, host: Any, length: int | None) -> Examples:
     """Read, check and split examples. InputError if they cannot be used. Tokens without labels are cut into windows first."""
-    if not isinstance(given.stream, bool):
-        raise InputError(f"stream is {given.stream!r}; give True or False")
+    check_switch(given.stream, "stream")
     check_integer(given.workers, "workers", 0, "a number of processes, or 0 to read in this one")
     if given.splits is not None:
         names = sorted(map(str, given.splits)) if isinstance(given.splits, Mapping) else None
@@ -167,7 +166,7 @@ def _read(x: Any, y: Any, workers: int) -> tuple[Batch, NDArray[Any]]:
         raise InputError(f"y is missing and x is {kind_of(x)}; give both, or a Dataset of (features, label) pairs")
 
     def read(value: Any, name: str) -> Tensor:
-        return numbers_as_kept(as_tensor(value, name, torch.get_default_dtype()), name)
+        return numbers_as_kept(as_tensor(value, name, torch.get_default_dtype()))
 
     if isinstance(x, Mapping):
         check_names(x, "x")
@@ -206,8 +205,8 @@ def _read_split(name: str, given: Any, columns: tuple[str, ...] | None, workers:
 
 def _indices_of(splits: Mapping[str, Any], examples: int) -> tuple[Indices, ...]:
     """Return the examples of each split. InputError for an index out of range, and for an example that is named twice."""
-    parts, owner = [], np.full(examples, -1)
-    for place, name in enumerate(Splits._fields):
+    parts = {}
+    for name in Splits._fields:
         given = splits[name]
         given = given.cpu().numpy() if isinstance(given, Tensor) else to_array(given, f"the {name} split")
         if given.dtype == bool and given.shape == (examples,):
@@ -221,17 +220,13 @@ def _indices_of(splits: Mapping[str, Any], examples: int) -> tuple[Indices, ...]
         strange = part[(part < 0) | (part >= examples)]
         if len(strange):
             raise InputError(f"the {name} split names example {strange[0]}; give indices from 0 to {examples - 1}")
-        twice = part[owner[part] >= 0]
-        if len(twice):
-            raise InputError(
-                f"example {twice[0]} is in the {Splits._fields[owner[twice[0]]]} split and in the {name} split; put every "
-                "example in one split"
-            )
-        owner[part] = place
-        if len(np.unique(part)) < len(part):
-            raise InputError(f"the {name} split names an example twice; name it once")
-        parts.append(part)
-    return tuple(parts)
+        parts[name] = part
+    named, times = np.unique(np.concatenate(list(parts.values())), return_counts=True)
+    if (times > 1).any():
+        twice = named[times > 1][0]
+        where = " and ".join(f"the {name} split" for name, part in parts.items() if twice in part)
+        raise InputError(f"example {twice} is named more than once in {where}; name every example once, in one split")
+    return tuple(parts.values())
 
 
 def _weights(given: Any, examples: int, of: str) -> NDArray[np.float64] | None:
@@ -282,14 +277,12 @@ def _streamed(given: Given) -> Examples:
         raise InputError(
             "sample_weights was given, but windows of tokens and a task with stream=True take none; leave sample_weights out"
         )
-    regression = given.kind == "regression" and given.classes is None
-    if given.classes is None and not regression:
+    if given.classes is None and given.kind != "regression":
         raise InputError(
             "stream is True, so the labels are not all read beforehand; give classes, the number of classes or their names, or "
             "kind='regression'"
         )
-    kind: Kind = "regression" if regression else "classification"
-    names = None if regression else class_names(given.classes)
+    names = None if given.classes is None else class_names(given.classes)
     in_splits = given.splits if given.x is None else None
     datasets = [given.x if in_splits is None else in_splits[name] for name in Splits._fields]
     for dataset in datasets:
@@ -305,7 +298,7 @@ def _streamed(given: Given) -> Examples:
     else:
         parts = dealt(torch.zeros(length_of(given.x)), _sizes(given, given.x), given.seed)
     classes = len(names) if names is not None and isinstance(given.classes, int | np.integer) else names
-    sources = [DatasetSource(*each, kind, classes) for each in zip(datasets, parts, strict=True)]
+    sources = [DatasetSource(*each, given.kind, classes) for each in zip(datasets, parts, strict=True)]
     for name, source in zip(Splits._fields, sources, strict=True):
         if len(source) < 2:
             raise InputError(f"the {name} split holds {counted(len(source), 'example')}; give it at least 2")

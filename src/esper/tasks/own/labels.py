@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from esper.leyline.config.arguments import is_number
 from esper.leyline.data.arrays import Frame, is_missing, numeric_array, to_array
 from esper.leyline.data.task import Label, which
 from esper.leyline.errors import InputError
@@ -38,21 +39,18 @@ def read_target(values: NDArray[Any], kind: Kind | None, classes: int | Sequence
             return read_target(values.argmax(1), kind, classes)
         flat, names = read_target(values.reshape(-1), "classification", classes)
         return flat.reshape(values.shape), names
-    if classes is None:  # the classes are the distinct labels, sorted, as in scikit-learn
-        missing = np.array([is_missing(entry) for entry in values.tolist()], bool)
-        entries = np.array(values[~missing].tolist())  # text and numbers, which can be sorted, and not objects
-        distinct, index = np.unique(entries, return_inverse=True)
-        if len(distinct) < 2:
-            only = f"the one class {distinct[0].item()!r}" if len(distinct) else "no label"
-            raise InputError(f"y holds {only}; give examples of at least two classes")
-        found = np.full(len(values), np.nan)
-        found[~missing] = index
-        return torch.from_numpy(found), tuple(distinct.tolist())
-    names = class_names(classes)
-    if not isinstance(classes, Iterable) or (isinstance(names[0], str) and values.dtype.kind in "biuf"):
-        return _numbered(values, len(names)), names  # also scikit-learn's target with its target_names
-    number = {name: k for k, name in enumerate(names)}
     labels = [None if is_missing(entry) else entry for entry in values.tolist()]
+    if classes is None:  # the classes are the distinct labels, sorted, as in scikit-learn
+        distinct = sorted({label for label in labels if label is not None})
+        if len(distinct) < 2:
+            only = f"the one class {distinct[0]!r}" if distinct else "no label"
+            raise InputError(f"y holds {only}; give examples of at least two classes")
+        names = class_names(distinct)
+    else:
+        names = class_names(classes)
+        if not isinstance(classes, Iterable) or (isinstance(names[0], str) and values.dtype.kind in "biuf"):
+            return _numbered(values, len(names)), names  # also scikit-learn's target with its target_names
+    number = {name: k for k, name in enumerate(names)}
     for label in labels:
         if label is not None and label not in number:
             raise InputError(
@@ -177,11 +175,11 @@ def _numbered(values: NDArray[Any], classes: int) -> Tensor:
     return torch.from_numpy(values.astype(np.float64))
 
 
-def class_names(classes: object) -> tuple[Label, ...]:
+def class_names(classes: Any) -> tuple[Label, ...]:
     """Return the names of classes, each a plain Python object; a number of classes names them from 0. InputError for neither."""
-    if isinstance(classes, int | np.integer) and not isinstance(classes, bool):
+    if is_number(classes, int | np.integer) and classes >= 2:
         return tuple(range(int(classes)))
-    if isinstance(classes, str | bytes | bool) or not isinstance(classes, Iterable):
+    if isinstance(classes, str | bytes) or not isinstance(classes, Iterable):
         raise InputError(
             f"classes is {classes!r}; give the number of classes as a whole number from 2 on, or a list of their names"
         )
