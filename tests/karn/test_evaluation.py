@@ -11,10 +11,10 @@ from esper.karn.evaluation import (
     draw_evaluation,
     interval,
     interval_lines,
-    plain,
     print_evaluation,
 )
 from esper.leyline.errors import InputError
+from esper.leyline.intervals import plus_minus
 from pages import EVIL, Page
 
 ABSENT = {"value": None, "low": None, "high": None}
@@ -141,7 +141,7 @@ def test_a_single_run_has_no_interval_and_no_legend_of_one():
 
 def test_a_difference_that_rounds_to_zero_has_no_minus():
     assert f"{interval({'value': -0.0001, 'low': -0.02, 'high': -0.0004}):+.3f}" == "+0.000 [-0.020, +0.000]"
-    assert plain({"value": -0.0001}, ".3f") == "0.000"
+    assert plus_minus(-0.0001, None, ".3f") == "0.000"
 
 
 def test_what_was_grown_and_the_lines_that_rivals_add_are_printed():
@@ -170,7 +170,7 @@ def test_several_tasks_have_a_table_together():
 
 
 def test_what_is_absent_is_a_dash_and_without_bounds_there_is_a_value_alone():
-    assert f"{interval(ABSENT):.3f}" == plain(ABSENT, ".3f") == "-"
+    assert f"{interval(ABSENT):.3f}" == plus_minus(None, None, ".3f") == "-"
     assert f"{interval(ABSENT | {'value': 0.5}):.3f}" == "0.500"
 
 

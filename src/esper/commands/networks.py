@@ -17,7 +17,7 @@ from esper.leyline.errors import InputError, system_in_words
 from esper.leyline.reference import is_reference
 from esper.runs.folder.resume import read_config
 from esper.store.disk import SUMS, check_sum, find_folder, sums_of, write_folder
-from esper.store.files import MODELS, check_links, is_run
+from esper.store.files import MODELS, check_is_run, check_links
 from esper.tasks.catalog import get_task
 
 Topology = dict[str, Any]
@@ -34,8 +34,7 @@ def export_networks(
     without it the network gets no program, and `note` is told so. InputError if there is no run or network, a file is a link or
     damaged, or the target holds other files.
     """
-    if not is_run(run):
-        raise InputError(f"{run} is not a run folder: it has no config.yaml. Name one that `esper grow` wrote")
+    check_is_run(run)
     check_links(run)
     names = [path.name for path in (run / MODELS).glob("env-*")]
     # left by a process that was killed

@@ -12,7 +12,7 @@ import typer
 from typer import Argument, Option
 
 from esper.commands.options import Json, PictureFormat, PicturesFolder, fail, say, say_pictures
-from esper.leyline.errors import InputError
+from esper.leyline.errors import InputError, amended
 
 
 def report(
@@ -86,12 +86,11 @@ def watch(
     explanation of what is under the cursor and q to leave.
     """
     from esper.karn.terminal.watch import Watch
-    from esper.store.files import CONFIG, is_run
+    from esper.store.files import check_is_run
 
-    if not wait and not is_run(run):
-        raise InputError(
-            f"{run} is not a run folder: it has no {CONFIG}; name one that esper grow or train writes, or wait for it with --wait"
-        )
+    if not wait:
+        with amended(after=", or wait for it with --wait"):
+            check_is_run(run)
     if not sys.stdout.isatty():
         raise InputError("esper watch needs a terminal, and stdout is none; use esper events RUN or esper report RUN")
     Watch(run, every).run()

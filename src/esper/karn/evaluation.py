@@ -9,8 +9,8 @@ from rich.console import Console
 from esper.karn.report.drawing import Figure, ForestRow, below_each_other, forest, paint
 from esper.karn.report.frame import Content, ReportSection, flat_settings
 from esper.karn.terminal.console import Table, print_lines, print_table, worker_lines
-from esper.leyline.intervals import MeanInterval
-from esper.leyline.text import counted, rounded
+from esper.leyline.intervals import MeanInterval, plus_minus
+from esper.leyline.text import counted
 
 Record = Mapping[str, Any]
 FEW_UNITS = 10  # with fewer instances or runs, a line says that the intervals of a task are too narrow
@@ -87,7 +87,8 @@ def tables_of(estimates: Record, record: Record) -> list[Table]:
             known = {name: None if value is None else 100 * value for name, value in (share or {"value": None}).items()}
             cells.append("-" if known["value"] is None else f"{interval(known):.0f} %")
         objectives.append(cells)
-        parts = plain(row["metric"], ".3f"), plain(row["added_params"], ",.0f"), plain(row["kept"], ".2f")
+        measured = (("metric", ".3f"), ("added_params", ",.0f"), ("kept", ".2f"))
+        parts = (plus_minus(row[name]["value"], None, form) for name, form in measured)
         episodes = row.get("episodes")
         searched = "-" if episodes is None else f"{episodes:,}"
         costs.append([row["name"], *parts, f"{row['seconds']:,.1f}", searched])
@@ -169,11 +170,6 @@ def interval(estimate: Record) -> MeanInterval:
     """Return an estimate with its interval, written as 0.712 [0.690, 0.735]; what is absent is nan, and '-' for the estimate."""
     value, low, high = (nan if estimate[name] is None else estimate[name] for name in ("value", "low", "high"))
     return MeanInterval(value, low, high, 0)
-
-
-def plain(estimate: Record, form: str) -> str:
-    """Return an estimate without its interval; '-' if it is absent."""
-    return "-" if estimate["value"] is None else rounded(estimate["value"], form)
 
 
 def sample_words(record: Record, task: Record) -> str:

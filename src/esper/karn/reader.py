@@ -22,7 +22,7 @@ from esper.leyline.errors import InputError, amended, typed_line
 from esper.nissa.events import RunShape, decode_lines, read_events, record
 from esper.nissa.rows import KINDS, Count, Row, Value
 from esper.store.disk import open_regular, read_kept
-from esper.store.files import CHANGES, CONFIG, ENVIRONMENT, EVENTS, SUMMARY, is_run
+from esper.store.files import CHANGES, CONFIG, ENVIRONMENT, EVENTS, SUMMARY, check_is_run
 from esper.store.lock import LOCK, lives, owner_of
 
 if TYPE_CHECKING:
@@ -89,10 +89,7 @@ class OpenRun:
     """
 
     def __init__(self, folder: Path) -> None:
-        if not is_run(folder):
-            raise InputError(
-                f"{folder} is not a run folder: it has no {CONFIG}; name one that esper grow or train wrote"
-            )
+        check_is_run(folder)
         self.folder = folder
 
     @property

@@ -59,6 +59,12 @@ def is_run(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
+def check_is_run(folder: Path) -> None:
+    """Raise InputError if the folder holds no run."""
+    if not is_run(folder):
+        raise InputError(f"{folder} is not a run folder: it has no {CONFIG}; name one that esper grow or train wrote")
+
+
 def is_marked(folder: Path) -> bool:
     """Return whether config.yaml is a regular file, no link, that a run wrote."""
     path = folder / CONFIG

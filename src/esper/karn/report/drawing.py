@@ -51,7 +51,6 @@ class Figure(NamedTuple):
 
     name: str  # heading
     absent: str | None = None  # why there is nothing to draw; None if there is something
-    title: str = ""  # of the SVG
     words: str = ""  # what a screen reader says of it
     height: float = 0  # [px]; the width is `WIDTH`
     shapes: Sequence[Shape] = ()  # what is drawn, the topmost last
@@ -111,7 +110,7 @@ def curves(
     words = f"{name}: " + "; ".join(f"{line} ends at {value:.4g}" for line, value in ends)
     legend = [(each.style, each.name) for each in shown]
     keys = legend if len(legend) > 1 else ()
-    return Figure(name, None, name, words, height, shapes, "chart lines", legend, keys)
+    return Figure(name, None, words, height, shapes, "chart lines", legend, keys)
 
 
 def timeline(slot: str, stays: Sequence[Stay], envs: int, first: int, stop: int) -> Figure:
@@ -151,7 +150,7 @@ def timeline(slot: str, stays: Sequence[Stay], envs: int, first: int, stop: int)
     words = f"stages of slot {slot}: seeds in {seeded} of {envs} environments"
     keys = [(f"stage{int(stage)}", stage.name) for stage in LASTING]
     keys += [("planted", "GERMINATED (a triangle)"), ("removed", "PRUNED (a diamond)")]
-    return Figure(slot, None, f"slot {slot}", words, height, shapes, "chart timeline", keys=keys)
+    return Figure(slot, None, words, height, shapes, "chart timeline", keys=keys)
 
 
 class ForestRow(NamedTuple):
@@ -182,7 +181,7 @@ def forest(name: str, rows: Sequence[ForestRow], unit: str) -> Figure:
             shapes.append(Shape("line", ends, f"bar {each.style}", words=words))
         shapes.append(Shape("circle", [(across(each.value), y)], f"dot {each.style}", words=words, radius=3.5))
     shapes += _x_axis(_ticks(low, high), across, height, unit, NAMES, "+.3g")
-    return Figure(name, None, name, f"{name}: {len(rows)} values", height, shapes)
+    return Figure(name, None, f"{name}: {len(rows)} values", height, shapes)
 
 
 def heat_map(
@@ -222,7 +221,7 @@ def heat_map(
         shapes.append(Shape("text", place, "tick", columns[c], anchor="middle", room=room))
     shapes += _x_axis([], float, height, column_name, left)
     words = f"{name}: {len(rows)} rows by {len(columns)} columns"
-    return Figure(name, None, name, words, height, shapes, "chart timeline")
+    return Figure(name, None, words, height, shapes, "chart timeline")
 
 
 def _x_axis(
@@ -265,7 +264,7 @@ def draw(figure: Figure) -> Markup:
     legend = "".join(key.format(style, _text(name)) for style, name in figure.legend)
     return Markup(
         f'{heading}<svg class="{figure.kind}" viewBox="0 0 {WIDTH} {figure.height:g}" {role} '
-        f'aria-label="{_text(figure.words)}"><title>{_text(figure.title)}</title>'
+        f'aria-label="{_text(figure.words)}"><title>{_text(figure.name)}</title>'
         f"{''.join(map(_svg, figure.shapes))}</svg>" + (f'<p class="legend">{legend}</p>' if legend else "")
     )
 

@@ -128,15 +128,11 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family)
-    except (socket.gaierror, UnicodeError):
-        raise InputError(
-            f"--host is {host!r}, which is not the address of a machine; give 127.0.0.1 or a name"
-        ) from None
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
+    except (OSError, UnicodeError) as error:
+        if isinstance(error, socket.gaierror | UnicodeError) or error.errno == errno.EADDRNOTAVAIL:
+            why = f"--host is {host!r}, which is not an address of this machine; give 127.0.0.1 or one that is"
+        elif error.errno == errno.EADDRINUSE:
             why = f"port {port} of {host} is in use; end what uses it, or give --port 0 for any free port"
-        elif error.errno == errno.EADDRNOTAVAIL:
-            why = f"--host is {host}, which is not an address of this machine; give 127.0.0.1 or one that is"
         else:
             why = f"port {port} of {host} cannot be used: {error.strerror}; give another --port"
         raise InputError(why) from None

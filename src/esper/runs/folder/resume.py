@@ -16,7 +16,7 @@ from esper.simic.rewards import get_reward, load_reward
 from esper.store.changes import record_change
 from esper.store.checkpoint import Checkpoint
 from esper.store.disk import read_kept, write_atomic
-from esper.store.files import CONFIG, MARK, SUMMARY, check_links, is_run
+from esper.store.files import CONFIG, MARK, SUMMARY, check_is_run, check_links
 
 PAID = "ppo"
 """The `controller` in the config of a training whose reward comes from the config."""
@@ -26,10 +26,7 @@ _MEND = "restore the file as it was, or start a new run"
 
 def read_config(folder: Path) -> Config:
     """Return the config of a run folder. Raises InputError if it is not a run folder, or its config.yaml cannot be read."""
-    if not is_run(folder):
-        raise InputError(
-            f"{folder} is not a run folder, because it holds no {CONFIG}; name one that esper grow or esper train wrote"
-        )
+    check_is_run(folder)
     check_links(folder)
     content = parse_yaml(read_kept(folder / CONFIG, LARGEST_YAML, _MEND), str(folder / CONFIG), _MEND)
     if not isinstance(content, dict):

@@ -175,7 +175,7 @@ class DatasetSource:
 
     dataset: Dataset[Any]  # of pairs of features and a label or target
     indices: Tensor  # (N,) int64, the example of the Dataset at each place
-    kind: Kind | None
+    kind: Kind
     classes: int | tuple[Label, ...] | None  # of a classification, as in `esper.task`
     # examples in the shapes and dtypes that `read` returns; None returns those of the Dataset
     like: Split | None = None

@@ -298,7 +298,8 @@ def _streamed(given: Given) -> Examples:
     else:
         parts = dealt(torch.zeros(length_of(given.x)), _sizes(given, given.x), given.seed)
     classes = len(names) if names is not None and isinstance(given.classes, int | np.integer) else names
-    sources = [DatasetSource(*each, given.kind, classes) for each in zip(datasets, parts, strict=True)]
+    kind = given.kind or "classification"
+    sources = [DatasetSource(*each, kind, classes) for each in zip(datasets, parts, strict=True)]
     for name, source in zip(Splits._fields, sources, strict=True):
         if len(source) < 2:
             raise InputError(f"the {name} split holds {counted(len(source), 'example')}; give it at least 2")
