@@ -16,7 +16,7 @@ import esper
 from esper.leyline.errors import InputError, UserCodeError
 from esper.tasks.hosts.factories import MLP
 from esper.tasks.own.custom import task_from
-from esper.tasks.own.dataset import CHUNK, read_dataset
+from esper.tasks.own.examples import CHUNK, read_dataset
 
 N = 2 * CHUNK + 9
 HOST = MLP(4, 8, (2,), 3)

@@ -15,7 +15,7 @@ from esper.leyline.errors import InputError, RunWarning, UserCodeError
 from esper.store.checkpoint import flatten, unflatten
 from esper.tamiyo.rules.baselines import RandomValid
 from esper.tasks.hosts.factories import MLP, Transformer
-from esper.tasks.own import dataset
+from esper.tasks.own import examples as own_examples
 from esper.tasks.own.examples import HELD
 from esper.tasks.splits import Splits
 from esper.tolaria.engine import VectorizedEngine
@@ -174,12 +174,12 @@ def test_a_dataset_that_blocks_before_anything_is_trained_is_named(stream, monke
             assert told.wait(60), "a warning comes while it blocks"
             return super().__getitem__(index)
 
-    def warn(*arguments, of=dataset.warn):
+    def warn(*arguments, of=own_examples.warn):
         of(*arguments)
         told.set()
 
-    monkeypatch.setattr(dataset, "SLOW", 0.0)
-    monkeypatch.setattr(dataset, "warn", warn)
+    monkeypatch.setattr(own_examples, "SLOW", 0.0)
+    monkeypatch.setattr(own_examples, "warn", warn)
     held = 700 if stream else 1000  # with stream, the first 256 of train, and the three other splits
     examples = Blocks(torch.randn(1000, 6), torch.arange(1000) % 3)
     splits = {"train": range(544), "probe": range(544, 700), "validation": range(700, 850), "test": range(850, 988)}

@@ -23,7 +23,8 @@ from esper.leyline.errors import InputError, in_words
 from esper.leyline.text import did_you_mean, kind_of
 
 MANY = 64
-"""Classes from which on `F.cross_entropy` is faster on a CPU than the formula written out: 1.7 times at 64 and at 256."""
+"""Classes from which on `F.cross_entropy` is faster on a CPU than the formula written out: 1.7 times at 64 and at 256. For few
+classes it takes twice as long, and was a fifth of a training step."""
 
 
 def _correct(output: Tensor, target: Tensor) -> Tensor:
@@ -43,11 +44,7 @@ class Classification(Objective):
     metric: str = field(default="accuracy", init=False)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Compute ln sum_c exp(z_c) - z_target,   z = output - max.   output (E, B, ..., C), target (E, B, ...) -> (E, B) [nats].
-
-        `F.cross_entropy` computes it for `MANY` classes and more. For few classes on a CPU it takes twice as long as the formula
-        that is written out here, and was a fifth of a training step.
-        """
+        """Compute ln sum_c exp(z_c) - z_target,   z = output - max.   output (E, B, ..., C), target (E, B, ...) -> (E, B) [nats]."""
         return by_example(self.losses(output, target))
 
     def differentiated(self, output: Tensor, target: Tensor) -> Differentiated | None:

@@ -20,7 +20,7 @@ from esper.leyline.errors import InputError, in_words, system_in_words
 from esper.tasks.hosts.factories import SEQUENCE_MENU, Transformer
 from esper.tasks.images import VARIABLE, data_folder
 from esper.tasks.objectives import NextByte, NextToken
-from esper.tasks.own.dataset import LEAST, DatasetSource, Windows
+from esper.tasks.own.examples import LEAST, DatasetSource, Windows
 from esper.tasks.splits import Splits
 
 SUMMARY = (
