@@ -72,12 +72,7 @@ def interval_lines(record: Record) -> list[str]:
 
 
 def tables_of(estimates: Record, record: Record) -> list[Table]:
-    """Return three tables: J by controller, its parts, and the paired differences of J between a controller and a rule.
-
-    J is the mean and the interquartile mean, with the share of the headroom where it is known. Its parts are means over the runs,
-    beside the training time of all runs and the number of episodes that the controller was trained or searched with. A difference
-    has the probability that a run is better.
-    """
+    """Return three tables: J by controller, what J is made of, and the differences of J between a controller and a rule."""
     shares = [row.get("share_of_headroom") for row in estimates["controllers"]]
     headroom = ["headroom"] if any(shares) else []
     objectives, costs = [], []

@@ -1,8 +1,4 @@
-"""Repair the events of a resumed run: which rows are kept, which are removed, and what the user is told.
-
-A checkpoint holds the number of rows before it, and the length and sha256 of these rows. Damaged events never prevent a run
-from being resumed: the damaged file is renamed, and its valid rows are kept.
-"""
+"""Repair the events of a resumed run. Damaged events never prevent a run from being resumed: their valid rows are kept."""
 
 import hashlib
 import io

@@ -44,7 +44,7 @@ class Classification(Objective):
     metric: str = field(default="accuracy", init=False)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Compute ln sum_c exp(z_c) - z_target,   z = output - max.   output (E, B, ..., C), target (E, B, ...) -> (E, B) [nats]."""
+        """Compute ln sum_c exp(z_c) - z_target, z = output - max.  output (E, B, ..., C), target (E, B, ...) -> (E, B) [nats]."""
         return by_example(self.losses(output, target))
 
     def differentiated(self, output: Tensor, target: Tensor) -> Differentiated | None:

@@ -101,10 +101,9 @@ class Pictures(NamedTuple):
 
 
 def write_pictures(content: Content, folder: Path, form: str = "png") -> Pictures:
-    """Write every figure of a page to a file of its own, and return their paths.
+    """Write every figure of a page to a file that is named after its place, section and name, such as `03-curves-loss.png`.
 
-    The files are named after their place, section and figure, such as `03-curves-loss.png`. `form` is png, pdf or svg. Raises
-    InputError if the folder cannot be written or `form` is unknown.
+    InputError if the folder cannot be written, or if `form` is not one of `FORMATS`.
     """
     if form not in FORMATS:
         raise InputError(f"unknown format of pictures {form!r}; choose one of {', '.join(FORMATS)}")

@@ -77,7 +77,7 @@ class Connection(H11Protocol):
         self._refuse(400, f"{msg}\n")
 
     def _refuse(self, status: int, sentence: str) -> None:
-        """Answer without a route if no answer has begun, and close the connection."""
+        """Send a status and a sentence in place of what a route would answer, unless that has begun, and close the connection."""
         if self.cycle is not None:
             self.cycle.disconnected = True  # a route that is at work on the request is not heard any more
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):

@@ -226,7 +226,7 @@ def _growth_seconds(summary: Mapping[str, Any]) -> float | None:
 
 
 def table_notes(summary: Mapping[str, Any]) -> list[str]:
-    """Return further lines on the table, which only a page has: what its rows are, J of them, and the size of the test split."""
+    """Return the notes below a page's table: J of grown networks and twins, what its rows are, and the size of the test split."""
     objective, static = summary["test_objective"], summary.get("baselines", {})
     worth = f"J on the test split: grown {estimate(objective['grown'], '.4f')}"
     if objective["host"] is not None:
