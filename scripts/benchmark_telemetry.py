@@ -34,8 +34,7 @@ from device_reads import counted_reads
 import esper
 from esper.leyline.lifecycle.view import View
 from esper.nissa.events import read_events
-from esper.nissa.hub import Hub, Level
-from esper.nissa.outputs import QUEUED, Guarded, JsonLines, Output
+from esper.nissa.hub import QUEUED, Guarded, Hub, JsonLines, Level, Output
 from esper.nissa.rows import LifecycleRow, Row
 from esper.tamiyo.catalog import get_controller, with_sensors
 from esper.tolaria.engine import Step, VectorizedEngine, decide

@@ -36,7 +36,7 @@ from esper.leyline.lifecycle.streams import CONVOLVED
 from esper.leyline.protocols import Controller, Reward
 from esper.leyline.reference import is_own_controller, is_reference, resume_call, resume_command
 from esper.leyline.text import kind_of, printable
-from esper.nissa.outputs import Output
+from esper.nissa.hub import Output
 from esper.nissa.recovery import check_events
 from esper.runs.configuration import growth_config, training_configs
 from esper.runs.evaluation.contenders import Contender, of_object, trainings, unheard

@@ -15,7 +15,7 @@ from esper.karn.report.frame import Table
 from esper.karn.run_model import RunModel
 from esper.karn.terminal.console import comparison_table, print_summary
 from esper.leyline.errors import InputError, RunWarning
-from esper.nissa.outputs import Guarded
+from esper.nissa.hub import Guarded
 from esper.nissa.rows import EpisodeRow, RoundRow
 from exported import Kept, carried, curves_of_steps, spread
 from iris import grow_iris, printed

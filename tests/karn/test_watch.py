@@ -18,7 +18,7 @@ import esper
 from esper.cli import main
 from esper.karn.terminal.watch import Watch, plot
 from esper.leyline.errors import InputError
-from esper.nissa.outputs import Guarded
+from esper.nissa.hub import Guarded
 from pages import EVIL
 
 

@@ -7,8 +7,7 @@ from contextlib import closing
 import pytest
 
 from esper.nissa.events import read_events
-from esper.nissa.hub import Hub
-from esper.nissa.outputs import JsonLines
+from esper.nissa.hub import Hub, JsonLines
 from esper.nissa.rows import LifecycleRow, Row, StepRow
 from esper.store.disk import Unwritable
 from populations import Memory
@@ -144,8 +143,7 @@ WRITER = """
 import sys
 from contextlib import closing
 from pathlib import Path
-from esper.nissa.hub import Hub
-from esper.nissa.outputs import JsonLines
+from esper.nissa.hub import Hub, JsonLines
 from esper.nissa.rows import RoundRow
 with closing(Hub([JsonLines(Path(sys.argv[1]))])) as hub:
     while True:

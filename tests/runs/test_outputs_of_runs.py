@@ -14,8 +14,7 @@ from esper.leyline.errors import RunWarning
 from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.masks import complete, defaults
 from esper.nissa.events import encode, read_events
-from esper.nissa.hub import Hub
-from esper.nissa.outputs import Guarded
+from esper.nissa.hub import Guarded, Hub
 from esper.nissa.rows import PhasesRow, RoundRow, RunRow, StepRow
 from esper.tamiyo.rules.baselines import Rule
 from populations import Memory
@@ -237,7 +236,7 @@ def test_an_interrupted_run_has_given_its_rows_to_a_slow_output(tmp_path):
 
 
 def test_a_long_wait_at_the_end_is_noted(monkeypatch):
-    monkeypatch.setattr("esper.nissa.outputs._PATIENCE", 0.01)
+    monkeypatch.setattr("esper.nissa.hub._PATIENCE", 0.01)
     notes, gate = [], Gate()
 
     def note(text):

@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from esper.nissa.hub import Hub
-from esper.nissa.outputs import JsonLines
+from esper.nissa.hub import Hub, JsonLines
 from esper.nissa.rows import LifecycleRow
 from esper.runs.folder.interrupt import Interrupt
 from esper.store import disk as module

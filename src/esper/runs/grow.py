@@ -25,7 +25,7 @@ from esper.leyline.progress import Progress
 from esper.leyline.protocols import Controller
 from esper.leyline.text import counted
 from esper.nissa.events import digits
-from esper.nissa.outputs import Output
+from esper.nissa.hub import Output
 from esper.nissa.rows import EvaluationRow
 from esper.runs import baselines, figures
 from esper.runs.explanations import Attempts, explanations, thin_splits, unfinished

@@ -31,8 +31,7 @@ from esper.leyline.protocols import Controller, Reward
 from esper.leyline.reference import PAID_BY, is_own_controller
 from esper.leyline.text import counted
 from esper.nissa.events import decode, encode
-from esper.nissa.hub import Hub, Level
-from esper.nissa.outputs import Output
+from esper.nissa.hub import Hub, Level, Output
 from esper.nissa.rows import EvaluationRow, RoundRow, Row
 from esper.runs.figures import Status, Summary, exported_objective
 from esper.runs.folder.environment import describe_environment

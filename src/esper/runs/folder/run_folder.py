@@ -23,8 +23,7 @@ from esper.leyline.lifecycle.view import Space
 from esper.leyline.plugins import OUTPUTS, load_plugin, plugins
 from esper.leyline.reference import is_reference, resume_call, resume_command
 from esper.leyline.text import listed
-from esper.nissa.hub import Hub
-from esper.nissa.outputs import Guarded, JsonLines, Output
+from esper.nissa.hub import Guarded, Hub, JsonLines, Output
 from esper.nissa.recovery import Mark, resume_events
 from esper.nissa.rows import CheckpointRow, EnvironmentRow, RunRow
 from esper.runs.folder.environment import CODE, DATA, compare_origin, environment_row, origin_of

@@ -12,8 +12,7 @@ import yaml
 from esper.leyline.config.parsing import LARGEST_YAML, parse_yaml
 from esper.leyline.config.tree import Config
 from esper.leyline.errors import InputError, RunWarning, warn
-from esper.nissa.hub import Hub
-from esper.nissa.outputs import JsonLines
+from esper.nissa.hub import Hub, JsonLines
 from esper.nissa.recovery import resume_events
 from esper.nissa.rows import RunRow
 from esper.runs.folder.environment import describe_environment, environment_row
