@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,7 +137,7 @@ def journal(count: int, together: int = 64) -> None:
         ]
         resident = [peak()]
         begin, own = time.perf_counter(), time.process_time()
-        with Hub([JsonLines(path)]) as hub:
+        with closing(Hub([JsonLines(path)])) as hub:
             for _ in range(count // together):
                 hub.extend(changes)
             resident.append(peak())
