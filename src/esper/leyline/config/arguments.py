@@ -79,8 +79,7 @@ def check_outputs(outputs: Any) -> None:
     if not isinstance(outputs, list | tuple):
         raise InputError(f"outputs is {show(outputs)}; give a list of objects with the methods write(row) and close()")
     for index, output in enumerate(outputs):
-        lacking = [name for name in ("write", "close") if not callable(getattr(output, name, None))]
-        if lacking or isinstance(output, type):
+        if isinstance(output, type) or not all(callable(getattr(output, name, None)) for name in ("write", "close")):
             raise InputError(
                 f"outputs[{index}] is {show(output)}; give an object with the methods write(row) and close()"
             )

@@ -358,15 +358,11 @@ def read_dataset(dataset: Dataset[Any], workers: int) -> tuple[Batch, Tensor]:
 @contextmanager
 def told_where_slow(name: str, count: int) -> Iterator[None]:
     """Warn once where the block, which reads so many examples of a Dataset before anything is trained, takes long."""
-
-    def tell() -> None:
-        warn(
-            f"reading {counted(count, 'example')} of the {name} into memory has taken {SLOW:.0f} seconds so far and goes on; "
-            "nothing is trained before. If it should not take so long, see what its __getitem__ waits for",
-            RunWarning,
-        )
-
-    timer = Timer(SLOW, tell)
+    sentence = (
+        f"reading {counted(count, 'example')} of the {name} into memory has taken {SLOW:.0f} seconds so far and goes on; nothing "
+        "is trained before. If it should not take so long, see what its __getitem__ waits for"
+    )
+    timer = Timer(SLOW, warn, (sentence, RunWarning))
     timer.daemon = True
     timer.start()
     try:
