@@ -12,6 +12,7 @@ import numpy as np
 from esper.karn.reader import fitting_files, open_run, read_model
 from esper.karn.report.drawing import COLOURS, Series, curves, on_axis
 from esper.karn.report.frame import Content, ReportSection, flat_settings, write_page
+from esper.karn.report.grown import BANDS
 from esper.karn.report.trained import round_curves
 from esper.karn.run_model import RunModel
 from esper.karn.terminal.console import Table, added_params, estimate
@@ -272,7 +273,7 @@ def content_of(comparison: Comparison) -> Content:
                 for name, style, population in shown
             ]
             figures.append(curves(title.capitalize(), steps, series, "step", title))
-        lines = ["Lines are medians over environments; bands reach from the 10th to the 90th percentile."]
+        lines = [BANDS]
         if left_out := [name for name, _, model in drawn if model.population is None]:
             lines.append(f"Without steps in their events, and so not drawn: {', '.join(left_out)}.")
         sections.append(ReportSection("curves", "Over time", lines, figures=figures))

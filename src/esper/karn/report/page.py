@@ -294,9 +294,7 @@ def results(model: RunModel) -> tuple[list[str], list[str], list[Table], list[st
         section = grown.size_section(model)
         return list(section.lines), [], list(section.tables), []
     if summary is None:
-        how = {"running": "still goes on", "killed": "was killed before it ended"}.get(
-            model.status, f"is {model.status}"
-        )
+        how = "still goes on" if model.status == "running" else "was killed before it ended"
         return [f"The run {how}, so there are no final figures yet."], [], [], []
     if "grown_params" not in summary:
         best = summary.get("best_validation_objective")
