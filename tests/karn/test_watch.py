@@ -149,10 +149,10 @@ def test_a_window_follows_what_is_added_and_begins_anew_where_rows_were_cut_off(
     assert "step 10 of 10" in "\n".join(driven(folder, between=add))
 
     def restart(app):
-        assert app.model.rows == len(lines)
+        assert app.tail._seen == len(lines)
         events.write_bytes(b"".join(lines[:12]))
         app.look()
-        assert app.model.rows == 12
+        assert app.tail._seen == 12
 
     driven(folder, between=restart)
 
@@ -180,7 +180,7 @@ def test_what_has_not_changed_is_not_drawn_again(run, tmp_path, monkeypatch):
             assert draws(app, app.look) == 0
             with open(folder / "events.jsonl", "ab") as file:
                 file.writelines(lines[40:])
-            while app.model.rows < len(lines):  # a part of them may change nothing that is shown
+            while app.tail._seen < len(lines):  # a part of them may change nothing that is shown
                 app.look()
                 await pilot.pause()
             assert draws(app, app.look) == 0

@@ -297,7 +297,6 @@ class RunModel:
         history: whether every step of an episode is held, which `complete` needs; without it memory is bounded.
         """
         self.planned, self.history = rounds, history
-        self.rows = 0  # so far
         self.head: RunRow | None = None  # the first row of the events
         self.last: RunRow | None = None  # the last `run` row
         self.changed: list[str] = []  # settings that were changed when the run was resumed
@@ -352,7 +351,6 @@ class RunModel:
 
     def write(self, row: Row) -> CurvePoint | None:
         """Take in the next row. Returns the point that it adds to the exported curves; None if it adds none."""
-        self.rows += 1
         cohort = row.cohort if isinstance(row, PlayedRow) else UNSET  # UNSET outside of a training
         if cohort in (UNSET, "training"):
             self._analytics.write(row)
