@@ -325,6 +325,7 @@ def test_that_the_only_checkpoint_is_gone_is_told(folder):
     found, notes = read(folder)
     assert found is None
     assert str(gone) in notes[0]
+    assert notes[0].endswith("; no checkpoint verifies")
 
 
 @pytest.mark.parametrize("name", [FACTS, TENSORS])
@@ -365,6 +366,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_the_one_before_is_used(writt
     assert found.number == 3
     assert "step-000004" in notes[0]
     assert "another run" in notes[0]
+    assert notes[0].endswith("; step-000003, the newest that verifies, is used in its place")
 
 
 def test_where_the_config_was_changed_the_run_is_not_begun_again(written):
@@ -377,7 +379,11 @@ def test_another_format_is_refused_with_both_numbers(folder, monkeypatch):
     with monkeypatch.context() as later:
         later.setattr("esper.store.checkpoint.FORMAT", 12)
         Checkpoints(folder, KEPT).write(1, state(1))
-    with pytest.raises(InputError, match=r"state\.json is of format 12, this Esper reads format 11"):
+        facts = folder / "checkpoints" / "step-000001" / FACTS
+    with pytest.raises(InputError, match=r"state\.json is of format 12, this Esper reads format 11; resume with"):
+        read(folder)
+    facts.write_text(facts.read_text().replace("checksum", "digest"))
+    with pytest.raises(InputError, match="is of format 12"):  # whatever that format calls its checksum
         read(folder)
 
 

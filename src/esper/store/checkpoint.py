@@ -52,7 +52,11 @@ class Damaged(Exception):
 
 
 class Foreign(Damaged):
-    """Says that a checkpoint is valid, but of another format or another run."""
+    """Says that a checkpoint is of another format or another run, and what to do where there is no other."""
+
+    def __init__(self, reason: str, mend: str) -> None:
+        super().__init__(reason)
+        self.mend = mend
 
 
 class Checkpoint(NamedTuple):
@@ -198,30 +202,31 @@ class Checkpoints:
         tried: list[tuple[str, str | None]] = []
         if self.folder.is_dir():
             tried = [(name, None) for name in _names(self.folder)]
+        refused, foreign, found = list[str](), "", None  # why files are not used, and the first sentence of a `Foreign`
         if tried or os.path.lexists(latest):
             try:
                 # again below without the sha256: if it differs, `latest` may be the damaged file
                 tried.insert(0, _named(latest))
             except Damaged as error:
-                note(f"{error}; the newest checkpoint that verifies is used")
-        foreign: Foreign | None = None
-        refused: list[str] = []
+                refused.append(str(error))
         for name, sha256 in tried:
             try:
                 found = self._verified(name, sha256)
-            except Damaged as error:
-                foreign = foreign or (error if isinstance(error, Foreign) else None)
-                if str(error) not in refused:
-                    refused.append(str(error))
-                    note(f"{error}; the newest checkpoint that verifies is used")
+            except Damaged as error:  # which is not kept, as its frames hold what was read
+                refused.append(str(error))
+                if isinstance(error, Foreign):
+                    foreign = foreign or f"{error}; {error.mend}"
                 continue
             self.last, folder = found.number, self.folder / name
             size = sum(path.stat().st_size for path in folder.iterdir())
             self._record(found.number, size, None, self._pointed(BEST) == name)
-            return found
-        if foreign is not None:
-            raise InputError(str(foreign))
-        return None
+            break
+        used = "no checkpoint verifies" if found is None else f"{name}, the newest that verifies, is used in its place"
+        for reason in dict.fromkeys(refused):
+            note(f"{reason}; {used}")
+        if found is None and foreign:
+            raise InputError(foreign)
+        return found
 
     def _verified(self, name: str, digest: str | None) -> Checkpoint:
         """Return the checkpoint of a folder, read and verified. Raises Damaged if it cannot be used."""
@@ -235,21 +240,22 @@ class Checkpoints:
             raise Damaged(f"{path} is not the file that {self.folder / LATEST} names, by its sha256")
         try:
             facts = json.loads(text)
+            # first, because another format may have another checksum
+            if isinstance(facts, dict) and facts.get("format", FORMAT) != FORMAT:
+                raise Foreign(
+                    f"{path} is of format {facts['format']!r}, this Esper reads format {FORMAT}",
+                    "resume with the Esper that wrote it, or start a new run",
+                )
             whole = isinstance(facts, dict) and facts.pop("checksum", None) == checksum_of(facts)
         except (ValueError, RecursionError):
             whole = False
         if not whole:
             raise Damaged(f"{path} is damaged, by its checksum")
-        if facts.get("format") != FORMAT:
-            raise Foreign(
-                f"{path} is of format {facts.get('format')!r}, this Esper reads format {FORMAT}; resume with the Esper that "
-                "wrote it, or start a new run"
-            )
         try:  # malformed facts raise many kinds of errors
             if facts["run"] != self.run:
                 raise Foreign(
-                    f"{path} belongs to another run, or {CONFIG} was changed since; restore the original {CONFIG}, or start a "
-                    "new run"
+                    f"{path} belongs to another run, or {CONFIG} was changed since",
+                    f"restore the original {CONFIG}, or start a new run",
                 )
             if _name(facts["steps"]) != name:
                 raise Damaged(f"{path} is that of another checkpoint, of step {facts['steps']}")
