@@ -167,8 +167,8 @@ def measure(width: int, layers: int, batch: int, steps: int, probe: int) -> None
     for name in ("straight", "shadow"):
         growth = trainers[name].growth
         assert growth is not None
-        growth.engine.close()  # the seed has germinated, and incubates from here on
-        growth.engine.apply(Actions.wait(1))
+        growth.engine.finish_step()  # the seed has germinated, and incubates from here on
+        growth.engine.begin_step(Actions.wait(1))
     for _ in range(steps + WARM):
         for name, trainer in trainers.items():
             trainer.step(shadow=name == "shadow")

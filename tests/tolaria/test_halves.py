@@ -39,9 +39,9 @@ def test_two_halves_with_training_in_between_are_a_step(played):
     engine, client = VectorizedEngine(blobs(), small_config()), RandomValid()
     view = engine.reset()
     for expected in played[1]:
-        engine.apply(client.act(view))
+        engine.begin_step(client.act(view))
         engine.population.train(engine.state.seeds)
-        view, outcome = engine.close()
+        view, outcome = engine.finish_step()
         assert same(as_tree(outcome), expected)
     assert same(flatten(engine.snapshot()), flatten(played[0].snapshot()))
 
@@ -50,12 +50,12 @@ def test_an_engine_goes_on_from_between_the_halves(played):
     engine, client = VectorizedEngine(blobs(), small_config()), RandomValid()
     view = engine.reset()
     for expected in played[1]:
-        engine.apply(client.act(view))
+        engine.begin_step(client.act(view))
         between = copy.deepcopy(engine.snapshot())
         engine = VectorizedEngine(blobs(), small_config())
         engine.restore(between)
         engine.population.train(engine.state.seeds)
-        view, outcome = engine.close()
+        view, outcome = engine.finish_step()
         assert same(as_tree(outcome), expected)
     assert same(flatten(engine.snapshot()), flatten(played[0].snapshot()))
 
@@ -63,8 +63,8 @@ def test_an_engine_goes_on_from_between_the_halves(played):
 def test_a_step_is_closed_before_the_next_begins():
     engine, client = VectorizedEngine(blobs(), small_config()), RandomValid()
     view = engine.reset()
-    with pytest.raises(AssertionError, match="apply"):
-        engine.close()
-    engine.apply(client.act(view))
-    with pytest.raises(AssertionError, match="close"):
-        engine.apply(client.act(view))
+    with pytest.raises(AssertionError, match="begin_step"):
+        engine.finish_step()
+    engine.begin_step(client.act(view))
+    with pytest.raises(AssertionError, match="finish_step"):
+        engine.begin_step(client.act(view))

@@ -111,7 +111,7 @@ def test_the_norms_are_those_of_one_network_in_a_plain_loop():
     engine = VectorizedEngine(blobs(dtype=torch.float64), small_config(optimizer=settings))
     view, client, stages = engine.reset(), Script(GROW), set()
     for step in range(8):
-        engine.apply(client.act(view))
+        engine.begin_step(client.act(view))
         stage = Stage(int(engine.state.seeds.stage[1, 0]))
         expected = {}
         if stage != Stage.GERMINATED:
@@ -122,7 +122,7 @@ def test_the_norms_are_those_of_one_network_in_a_plain_loop():
             expected = slow_norms(engine, 1, batches, 0.2, 0.1)
             stages.add(stage)
         engine.population.train(engine.state.seeds, parameter_norms=True)
-        view, _ = engine.close()
+        view, _ = engine.finish_step()
         norms = engine.trace.parameter_norms
         found = {**norms.host, **norms.seeds}
         assert {name for name, values in found.items() if "/" not in name or np.isfinite(values[1])} >= set(expected)

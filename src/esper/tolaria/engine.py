@@ -143,7 +143,7 @@ class ParallelEnvState:
     compute: Compute  # (rows,) beyond that of the hosts in the steps of the episode
     contributions: Contributions  # (rows, S) the last of every seed that acts
     trial: Floats | None = None  # (rows,) compute of the copies that were tried since the last step
-    pending: PendingStep | None = None  # the step between `apply` and `close`
+    pending: PendingStep | None = None  # the step between `begin_step` and `finish_step`
 
 
 class Changes(NamedTuple):
@@ -379,7 +379,7 @@ class Engine(Generic[P]):
         this step, measured after it acted; its actions are the first ones. Raises InputError if a field of the
         decision is not an array of E whole numbers.
         """
-        refused, self.further = self.apply(actions, reasons), []
+        refused, self.further = self.begin_step(actions, reasons), []
         while further is not None and (more := further(self.view(), refused)) is not None:
             again = checked_actions(more[0], self.config.envs)
             refused = self.carry_out(again, more[1])
@@ -391,17 +391,17 @@ class Engine(Generic[P]):
         if waits is not None:
             self.timer.move(waits.seconds - waited, "train", "reading")
         self.parameter_norms = False
-        return self.close()
+        return self.finish_step()
 
-    def apply(self, actions: Actions, reasons: Sequence[str | None] | None = None) -> Verdicts:
-        """Carry out the decisions: the first half of a step, for a population that is trained from outside before `close`.
+    def begin_step(self, actions: Actions, reasons: Sequence[str | None] | None = None) -> Verdicts:
+        """Carry out the decisions: the first half of a step, for a population that is trained from outside before `finish_step`.
 
         Returns (E,) int8: a `Refusal` for each environment, NONE where the decision was carried out.
         """
         config, state = self.config, self.state
         assert state.episode >= 0, "call reset() to begin an episode"
         assert state.step < config.steps, "the episode is over; call reset() to begin the next"
-        assert state.pending is None, "call close() to end the step that apply() began"
+        assert state.pending is None, "call finish_step() to end the step that begin_step() began"
         actions = checked_actions(actions, config.envs)
         before, decided = state.scores, state.seeds
         refused = self.carry_out(actions, reasons)
@@ -409,16 +409,16 @@ class Engine(Generic[P]):
         return refused
 
     def abandon(self) -> None:
-        """End a step that `apply` began and that will not be closed: list what its decisions have done already."""
+        """End a step that will not be finished: list what its decisions have done already."""
         state = self.state
         if state.pending is not None:
             before, state.pending = state.pending.decided, None
             self.seed_history.transit(transitions(before, state.seeds), before, state.seeds, self.space, state.step)
 
-    def close(self) -> tuple[View, Outcome]:
+    def finish_step(self) -> tuple[View, Outcome]:
         """Measure and govern, once the population is trained: tick -> probe -> govern -> close. Returns the same as `step`."""
         config, state = self.config, self.state
-        assert state.pending is not None, "call apply() to begin a step"
+        assert state.pending is not None, "call begin_step() to begin a step"
         actions, refused, before, decided = state.pending
         applied, state.pending = state.seeds, None
         spent, hosts = state.compute, self.population.host_params

@@ -349,7 +349,7 @@ class Growth:
                 self._rest(bool(overspent))
             return False
         self.frozen.check()
-        view, outcome = self.engine.close()
+        view, outcome = self.engine.finish_step()
         self._losses = [*self._losses, (self.calls, float(self.engine.state.scores.loss[0]))][-TREND - 1 :]
         with self.engine.timer.timed("fold"):
             absorbed = self._absorb()
@@ -790,7 +790,7 @@ class Growth:
         try:
             with self.engine.timer.timed("decide"):
                 decision = ranks.from_first(decide(self.controller, view) if ranks.first else None)
-            refused = self.engine.apply(decision.actions, decision.reasons)
+            refused = self.engine.begin_step(decision.actions, decision.reasons)
         finally:
             self.engine.planting = True
         self.attempts.count(view, (decision.actions, refused))
