@@ -377,13 +377,13 @@ def test_where_the_config_was_changed_the_run_is_not_begun_again(written):
 
 def test_another_format_is_refused_with_both_numbers(folder, monkeypatch):
     with monkeypatch.context() as later:
-        later.setattr("esper.store.checkpoint.FORMAT", 12)
+        later.setattr("esper.store.checkpoint.FORMAT", 13)
         Checkpoints(folder, KEPT).write(1, state(1))
         facts = folder / "checkpoints" / "step-000001" / FACTS
-    with pytest.raises(InputError, match=r"state\.json is of format 12, this Esper reads format 11; resume with"):
+    with pytest.raises(InputError, match=r"state\.json is of format 13, this Esper reads format 12; resume with"):
         read(folder)
     facts.write_text(facts.read_text().replace("checksum", "digest"))
-    with pytest.raises(InputError, match="is of format 12"):  # whatever that format calls its checksum
+    with pytest.raises(InputError, match="is of format 13"):  # whatever that format calls its checksum
         read(folder)
 
 

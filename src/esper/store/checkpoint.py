@@ -40,7 +40,7 @@ from esper.store.disk import (
 from esper.store.files import CHECKPOINTS, CONFIG
 from esper.store.tensors import Tree, flatten, to_parts, unflatten
 
-FORMAT = 11
+FORMAT = 12
 """Version of the files of a checkpoint; other versions are refused."""
 LATEST, BEST, FACTS, TENSORS = "latest", "best", "state.json", "state.safetensors"
 _LARGEST_POINTER, _LARGEST_FACTS, _LARGEST_TENSORS = 256, 64 * 2**20, 256 * 2**30  # bytes that are read

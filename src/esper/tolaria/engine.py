@@ -312,13 +312,12 @@ class Engine(Generic[P]):
         """Return everything that the next step depends on, as a tree of arrays (store/checkpoint.py) that share memory."""
         state = self.state
         return {
-            **{name: as_tree(value) for name, value in vars(state).items() if name not in ("trial", "pending")},
+            **{name: as_tree(value) for name, value in vars(state).items() if name != "trial"},
             **self.population.snapshot(),
             "governor": self.governor.state(state.step),
             "early_stopping": None if self.stopping is None else self.stopping.state(state.step),
             "certificates": None if self.certifier is None else self.certifier.snapshot(),
-            "fates": self.seed_history.state(),
-            **({} if state.pending is None else {"opened": as_tree(state.pending)}),
+            "seed_history": self.seed_history.state(),
         }
 
     def restore(self, tree: Mapping[str, Any]) -> View:
@@ -332,17 +331,17 @@ class Engine(Generic[P]):
         state.episode, state.step, state.compute = tree["episode"], tree["step"], Compute(**tree["compute"])
         self.population.load(tree, state.instance, state.episode)
         state.pending = state.trial = None
-        if "opened" in tree:
+        if tree["pending"] is not None:
             waiting, none = Actions.wait(self.config.envs), np.zeros(self.config.envs, np.int8)
             known = PendingStep(waiting, none, state.scores, state.seeds)
-            state.pending = from_tree(known, tree["opened"], "opened")
+            state.pending = from_tree(known, tree["pending"], "pending")
         state.coalitions = None if tree["coalitions"] is None else CoalitionValues(**tree["coalitions"])
         self.governor.load_state(tree["governor"], state.seeds)
         if self.stopping is not None:
             self.stopping.load_state(tree["early_stopping"], state.seeds)
         if self.certifier is not None:
             self.certifier.restore(tree["certificates"])
-        self.seed_history.load_state(tree["fates"])
+        self.seed_history.load_state(tree["seed_history"])
         return self.view()
 
     def carry_out(self, actions: Actions, reasons: Sequence[str | None] | None = None) -> Verdicts:

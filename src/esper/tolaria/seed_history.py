@@ -102,13 +102,13 @@ class SeedHistory:
             self.bases = {key: basis for key, basis in self.bases.items() if key[0] != env}
 
     def state(self) -> dict[str, Any]:
-        unlisted = {"unlisted": dict(self.unlisted)} if any(self.unlisted.values()) else {}
-        return {**self.lists, "bases": [[*key, basis] for key, basis in self.bases.items()], **unlisted}
+        bases = [[*key, basis] for key, basis in self.bases.items()]
+        return {**self.lists, "bases": bases, "unlisted": dict(self.unlisted)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.lists = {name: [dict(entry) for entry in state[name]] for name in self.lists}
         self.bases = {(int(env), int(slot)): dict(basis) for env, slot, basis in state["bases"]}
-        self.unlisted |= state.get("unlisted", dict.fromkeys(self.unlisted, 0))
+        self.unlisted = dict(state["unlisted"])
 
     def _add(self, name: str, env: int, slot: int, seeds: Seeds, space: Space, step: int, reason: str) -> None:
         """Add an entry to a list, in place of the first one where the list is full."""

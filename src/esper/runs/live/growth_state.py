@@ -21,7 +21,7 @@ from esper.runs.folder.environment import digest
 from esper.tamiyo.catalog import controller_names
 from esper.tolaria.live.population import LivePopulation
 
-FORMAT = 7
+FORMAT = 8
 """Version of the state of a growth; other versions are refused."""
 CHECKSUM = "checksum"
 _FIXED = (

@@ -248,17 +248,16 @@ class ShardedPopulation:
     def joined(self, parts: Sequence[Tree]) -> dict[str, Any]:
         """Return the snapshot of all rows from those of the workers."""
         found = {**parts[0], "body": joined_bodies([part["body"] for part in parts], self.rows)}
-        if "skipped" in found:
-            found["skipped"] = self._whole([part["skipped"] for part in parts])
+        found["skipped"] = self._whole([part["skipped"] for part in parts])
         return found
 
     def load(self, tree: Mapping[str, Any], instance: Indices, episode: int) -> None:
         divided = []
         for rows in self.rows:
-            skipped = {"skipped": tree["skipped"][rows]} if "skipped" in tree else {}
             seeds = take(Seeds(**tree["seeds"]), rows)._asdict()
-            divided.append({**tree, "body": picked_body(tree["body"], rows), "seeds": seeds, **skipped})
-        self.skipped, self.widened = tree.get("skipped", self.skipped), tree.get("widened", 0)
+            part = {**tree, "body": picked_body(tree["body"], rows), "seeds": seeds, "skipped": tree["skipped"][rows]}
+            divided.append(part)
+        self.skipped, self.widened = np.array(tree["skipped"]), tree["widened"]
         self.tell("load", divided, instance, episode)
         self._survey()
 

@@ -272,7 +272,7 @@ class LivePopulation:
         self._episode = episode
         self.incubation.load_state(tree["live"]["incubation"])
         self.twins = {}
-        for name, state in tree["live"].get("twins", {}).items():
+        for name, state in tree["live"]["twins"].items():
             twin = self.twins[name] = None if state is None else Twin(self.network, self.groups, name)
             if twin is not None:
                 twin.load_state(state)

@@ -244,8 +244,6 @@ class Certifier:
 
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Restore a snapshot, with a population that is restored already. Raises ValueError if it came from another one."""
-        if "examples" not in tree:
-            raise ValueError("certificates are of an Esper in which every row had a budget of its own")
         budget = np.asarray(tree["budget"], np.float64)
         state = {name: tree[name] for name in Certificates._fields}
         self.state = from_tree(self.state._replace(budget=budget), state, "certificates")

@@ -386,22 +386,25 @@ class StackedPopulation:
         return self._keepers[-1]
 
     def snapshot(self) -> dict[str, Any]:
-        skipped = {} if self.scaler is None else {"skipped": self.skipped}
-        widened = {"widened": self.widened} if self.widened else {}
-        return {"body": self.body.state(), "batch": self.feed.batch, **widened, **skipped}
+        return {
+            "body": self.body.state(),
+            "batch": self.feed.batch,
+            "widened": self.widened,
+            "skipped": self.skipped,
+        }
 
     def load(self, tree: Mapping[str, Any], instance: Indices, episode: int) -> None:
         # The orders of the data are hashes of the instance, the episode and the epoch, so they are not part of a snapshot.
         if not np.array_equal(instance, self.data.instance):
             self._load(instance)
-        if (widened := tree.get("widened", 0)) != self.widened:
-            self._begin_with(widened)
+        if tree["widened"] != self.widened:
+            self._begin_with(tree["widened"])
         self.body.load_state(tree["body"])
         self.body.arrange(Seeds(**tree["seeds"]))  # what came from several processes is in their order
         self._episode, self._trained = episode, None
         self.feed.reset(episode)
         self.feed.batch = tree["batch"]
-        self.skipped = tree.get("skipped", self.skipped)
+        self.skipped = np.array(tree["skipped"])
         self._survey()
 
     @property
