@@ -68,7 +68,7 @@ def test_rows_that_skip_an_update_keep_their_bits_and_the_others_move_as_without
         taken = torch.tensor([row not in skipped for row in range(3)])
         before = {at: column.clone() for at, column in stacks[0].columns.items()}
         stacks[0].columns["gradient"].copy_(gradient.where(taken[:, None], torch.nan) * 4)
-        updates.apply(updates.norm(torch.full((3,), 4.0)), taken=taken)
+        updates.step(norm=updates.norm(torch.full((3,), 4.0)), taken=taken)
         for row in range(3):
             if row in skipped:
                 assert all(

@@ -90,16 +90,6 @@ class Updates:
             if config.weight_decay:  # without decay, a parameter without a gradient does not move
                 self._fixed_values = self.value * fixed
 
-    def step(self, parts: Tensor | None = None) -> Tensor:
-        """Update the rows with their gradients, and set the gradients of these rows to 0.
-
-        Returns the gradient norms (n,) before clipping; a norm is not finite if a gradient is not. The norms of each of the
-        L trained parameters are added to `parts` (n, L), if it is given.
-        """
-        norm = self.norm()
-        self.apply(norm, parts)
-        return norm
-
     @torch.no_grad()
     def norm(self, scale: Tensor | None = None) -> Tensor:
         """Return the gradient norms (n,); a norm is not finite if a gradient is not.
@@ -113,13 +103,14 @@ class Updates:
         return torch.linalg.vector_norm(self.gradient, dim=1)
 
     @torch.no_grad()
-    def apply(self, norm: Tensor, parts: Tensor | None = None, taken: Tensor | None = None) -> None:
-        """Update the rows with their gradients, whose norms are `norm` (n,), and set these gradients to 0.
+    def step(self, parts: Tensor | None = None, norm: Tensor | None = None, taken: Tensor | None = None) -> Tensor:
+        """Update the rows with their gradients, and set these to 0. Returns the gradient norms (n,) before clipping.
 
-        parts (n, L): the norms of each trained parameter are added to it. taken (n,) bool: rows that are updated, the others
-        keep their bits; None for all. `steps` counts the update for every row, because nothing is read from the device.
+        parts (n, L): the norms of each trained parameter are added to it. norm (n,): what `norm` returned, if it was called.
+        taken (n,) bool: rows that are updated, the others keep their bits; None for all. `steps` counts the update for every
+        row, because nothing is read from the device.
         """
-        gradient = self.gradient
+        norm, gradient = self.norm() if norm is None else norm, self.gradient
         if parts is not None:
             for index, place in enumerate(self.places):
                 part = torch.linalg.vector_norm(gradient[:, place.start : place.stop], dim=1)
@@ -135,6 +126,7 @@ class Updates:
                 column.copy_(torch.where(taken[:, None], column, old))
         gradient.zero_()
         self.steps += 1
+        return norm
 
 
 SCALE, TRACKER = "loss_scale", "growth_tracker"
@@ -244,7 +236,7 @@ class StepUpdates:
         self.skipped, self.lost = self.skipped + overflowed, self.lost | overflowed & (scale <= 1)
         for group, norm in zip(self.groups, norms, strict=True):
             taken = ~overflowed.index_select(0, group.rows)
-            group.updates.apply(norm, group.parts, taken)
+            group.updates.step(group.parts, norm, taken)
             group.norm.add_(norm.where(taken, 0))
         self.scaler.update(overflowed)
 
