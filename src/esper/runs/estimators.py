@@ -2,8 +2,7 @@
 
 import copy
 import math
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -25,7 +24,7 @@ from esper.leyline.config.arguments import check_integer, is_number
 from esper.leyline.errors import InputError
 from esper.leyline.text import counted
 from esper.runs.live.anytime import AnytimeGrowth
-from esper.runs.live.knee import NEARLY_FREE, Knee, shortest
+from esper.runs.live.knee import Knee, find_knee, shortest
 from esper.tolaria.live.widening import check_free, widen
 
 LOOK = 50
@@ -190,24 +189,16 @@ class _Growing(BaseEstimator):
             optimizer.zero_grad()
             moving.update_parameters(network)
 
-        begun, first = time.perf_counter(), partial(step, *smallest)
-        outputs = len(smallest[0].get_parameter(f"{2 * self.layers}.bias"))
-        sizes, seconds = [int(self.units)], [math.inf]
-        while (units := math.ceil(sizes[-1] * self.factor)) <= self.most_units:
-            try:
-                larger = self._begun(x.shape[1], units, outputs, key)
-            except InputError:  # it does not fit into the memory
-                break
-            sizes.append(units)
-            seconds.append(math.inf)
-            for _ in range(2):  # again where it is slower, as other work may have come between
-                own, other = shortest([first, partial(step, *larger)], x.device)
-                seconds[0], seconds[-1] = min(seconds[0], own), min(seconds[-1], other)
-                if seconds[-1] <= NEARLY_FREE * seconds[0]:
-                    break
-            else:
-                break
-        return Knee(sizes, seconds, time.perf_counter() - begun, "units")
+        def larger() -> Iterator[tuple[int, Callable[[], list[float]]]]:
+            outputs, units = len(smallest[0].get_parameter(f"{2 * self.layers}.bias")), int(self.units)
+            while (units := math.ceil(units * self.factor)) <= self.most_units:
+                try:
+                    learner = self._begun(x.shape[1], units, outputs, key)
+                except InputError:  # it does not fit into the memory
+                    return
+                yield units, partial(shortest, [partial(step, *smallest), partial(step, *learner)], x.device)
+
+        return find_knee(int(self.units), larger(), "units")
 
     def _outputs(self, X: ArrayLike) -> NDArray[np.float32]:
         """Compute (n, outputs) of the network for X (n, features)."""

@@ -6,7 +6,7 @@ import math
 import operator
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
@@ -30,7 +30,7 @@ from esper.leyline.config.arguments import check_integer, check_switch, is_numbe
 from esper.leyline.errors import GrowthWarning, InputError, in_words, is_out_of_memory, warn
 from esper.leyline.text import counted, kind_of
 from esper.nissa.rows import RollbackRow, SizeRow
-from esper.runs.live.knee import NEARLY_FREE, Knee, shortest
+from esper.runs.live.knee import find_knee, shortest
 from esper.runs.live.size_log import SizeLog
 from esper.tolaria.live.groups import each_of, placed_moments
 from esper.tolaria.live.population import total
@@ -968,9 +968,7 @@ class AnytimeGrowth:
                 return False
         seed, problem = self.seed + len(self.growths), ""
         if self._starts:
-            plans = self._first_plans()
-            if not plans:
-                return False
+            plans: Iterable[_GrowthPlan] = self._first_plans()
         else:  # how much slower the growth behind this one is has to be measured anew
             plans, self._slower = [_GrowthPlan(self._next_factor(), self._slower, self._way, due)], None
         before_growth, hollow_before = None, self._hollow
@@ -987,7 +985,8 @@ class AnytimeGrowth:
             else:
                 break
         else:
-            return not self._ended(problem)
+            self._ended(problem)
+            return False
         self._before, self._hollow_before = before_growth, hollow_before
         if self.fresh:
             drawn = _drawn_anew(self._whole(self.model), seed)
@@ -1037,73 +1036,61 @@ class AnytimeGrowth:
         wider = self._wider()
         if wider is None:
             return False
-        problem, *_ = self._time(copied(self.model), wider)
-        return not self._ended(problem)
+        try:
+            own, other = self._time(copied(self.model), wider)
+        except MemoryError:
+            return False
+        self._note_slower(other / own, count(wider) / self.parameters)
+        return True
 
-    def _first_plans(self) -> list[_GrowthPlan]:
-        """Return the growth to the size with which the training begins, behind it a smaller one for where that cannot be; none
-        where that is the first size. `start` says what was timed.
+    def _first_plans(self) -> Iterator[_GrowthPlan]:
+        """Find the size with which the training begins, as `start` says; yield the growth to it, and those to smaller sizes for
+        where it cannot be.
 
         Copies are made wider and timed, so that the network itself does not pass through each of these sizes.
         """
-        begun = time.perf_counter()
-        network = first = copied(self.model)
-        sizes, seconds, ways = [1], [self._shortest], list[Way | None]()
-        while (factor := self._next_factor(sizes[-1])) > 1:
-            wider, way, problem = self._copied(network, factor)
-            before, found = None if network is first else seconds[-1], [0.0, 0.0]
-            if not problem:
-                problem, *found = self._time(network, wider, before)
-            if not problem and found[1] > NEARLY_FREE * seconds[0] and network is not first:
-                # Other work may have come between. So the size that ends the search is timed beside the first one.
-                problem, *again = self._time(first, wider)
-                seconds[0], found[1] = min(seconds[0], again[0]), min(found[1], again[1])
-                self._note_slower(found[1] / seconds[-1], count(wider) / count(network))
-            if self._ended(problem):
-                break
-            if network is first:
-                seconds[0] = found[0]
-            sizes.append(sizes[-1] * factor)
-            seconds.append(found[1])
-            ways.append(way)
-            if found[1] > NEARLY_FREE * seconds[0]:
-                break  # by how much that is slower is known for the next growth
-            network = wider
-        knee = Knee(sizes, seconds, time.perf_counter() - begun, "times the first widths")
+        first, parameters = copied(self.model), [self.parameters]
+
+        def larger() -> Iterator[tuple[int, Callable[[], list[float]]]]:
+            network, size = first, 1
+            while (factor := self._next_factor(size)) > 1:
+                network, _, problem = self._copied(network, factor)
+                if self._ended(problem):
+                    return
+                size *= factor
+                parameters.append(count(network))
+                yield size, partial(self._time, first, network)
+
+        knee = find_knee(1, larger(), "times the first widths")
+        sizes, seconds, at = knee.sizes, knee.seconds, knee.sizes.index(knee.size)
         self.start = self._ranks.from_first(str(knee))
-        plans = list[_GrowthPlan]()
-        for place in range(sizes.index(knee.size), 0, -1):  # where one cannot be, a smaller one may
-            _, way, problem = (None, ways[0], "") if place == 1 else self._copied(self.model, sizes[place])
-            if not problem:
-                plans.append(_GrowthPlan(sizes[place], max(seconds[place] / seconds[0], 1.0), way, self.start))
-                if place > 1:
-                    plans.append(_GrowthPlan(sizes[1], max(seconds[1] / seconds[0], 1.0), ways[0], self.start))
-                break
-        if plans and plans[0].factor < knee.size:
-            self._slower, self._look_at = None, 0.0
-        return plans
+        if at + 1 < len(sizes):
+            self._note_slower(seconds[at + 1] / seconds[at], parameters[at + 1] / parameters[at])
+        for place in range(at, 0, -1):
+            _, way, problem = self._copied(self.model, sizes[place])
+            if problem:
+                self._slower, self._look_at = None, 0.0
+            else:
+                yield _GrowthPlan(sizes[place], max(seconds[place] / seconds[0], 1.0), way, self.start)
 
-    def _time(self, network: nn.Module, wider: nn.Module, known: float | None = None) -> tuple[str, float, float]:
-        """Measure how much slower a step of a wider network is; returns what stands against it in a process, and the seconds of
-        a step of both.
+    def _time(self, network: nn.Module, wider: nn.Module) -> list[float]:
+        """Return the seconds of a step of a network and of a wider one, timed in turn.
 
-        known: the seconds of a step of the network, where it was timed before.
+        MemoryError, of which `why` has the reason, if the wider one does not fit into the memory of a process.
         """
         passes, problem = [0.0, 0.0], ""
         try:
-            passes = self._seconds(network, wider) if known is None else [known - self._beside, *self._seconds(wider)]
+            passes = self._seconds(network, wider)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             problem = "a step of the wider network does not fit into the memory"
-        if problem := self._of_any(problem):
-            return problem, math.nan, math.nan
-        own, other = self._ranks.from_first(passes)
+        if self._ended(self._of_any(problem)):
+            raise MemoryError(self.why)
+        passes, shortest = self._ranks.from_first((passes, self._shortest))
         if math.isnan(self._beside):
-            self._beside = self._ranks.from_first(max(self._shortest - own, 0.0))
-        own, other = self._beside + own, self._beside + other
-        self._note_slower(other / own, count(wider) / count(network))
-        return "", own, other
+            self._beside = max(shortest - passes[0], 0.0)
+        return [self._beside + each for each in passes]
 
     def _note_slower(self, slower: float, larger: float) -> None:
         """Note by how much the next growth multiplies the seconds of a step, where it multiplies the parameters by so much."""

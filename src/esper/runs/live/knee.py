@@ -1,7 +1,9 @@
 """Find the size from which on a network costs time: the knee of the seconds of a step over the size."""
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -46,6 +48,25 @@ class Knee(NamedTuple):
             f"a step takes {steps} ms with {sizes} {self.unit}, timed in {self.taken:.2f} s, so training starts with "
             f"{self.size:,}, the largest of these within a fifth of the smallest's seconds"
         )
+
+
+def find_knee(size: int, larger: Iterable[tuple[int, Callable[[], Sequence[float]]]], unit: str) -> Knee:
+    """Time larger sizes, each in turn with the first `size`, up to one that is not nearly free, or does not fit into memory.
+
+    larger: sizes, each with a function that returns the seconds of a step of the first size and of this one.
+    """
+    begun, sizes, seconds = time.perf_counter(), [size], [math.inf]
+    with suppress(MemoryError):
+        for other, measure in larger:
+            first, own = measure()
+            if own > NEARLY_FREE * min(seconds[0], first):  # again, as other work may have come between
+                first, own = map(min, (first, own), measure())
+            seconds[0] = min(seconds[0], first)
+            sizes.append(other)
+            seconds.append(own)
+            if own > NEARLY_FREE * seconds[0]:
+                break
+    return Knee(sizes, seconds, time.perf_counter() - begun, unit)
 
 
 def shortest(steps: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
