@@ -339,7 +339,7 @@ def test_a_verdict_goes_on_where_growth_has_ended():
 
 def test_a_state_keeps_its_probe_and_a_higher_limit_lets_a_network_grow_on():
     run = trained(falling(math.inf), 0, 10)
-    with pytest.raises(InputError, match="this run has no probe, unlike that of the state; give probe= and loss="):
+    with pytest.raises(InputError, match="the state is of probe=True, and this run has probe=False; give the same"):
         made(ratio=None, warmup=1)[3].load_state_dict(run[3].state_dict())
     run = trained(made(most_parameters=10_000), 0, 60)
     assert run[3]._look_at == math.inf
@@ -654,7 +654,7 @@ def test_what_cannot_be_is_refused_in_a_sentence():
     ):
         growth.step(torch.zeros(77))
     for state, sentence in (
-        ({}, r"give what growth\.state_dict"),
+        ([], r"the saved state is a list; give the state as growth\.state_dict"),
         ({"format": 0}, "has format 0, where .* format 13; go on"),
     ):
         with pytest.raises(InputError, match=sentence):

@@ -360,8 +360,8 @@ def test_a_network_that_is_put_back_has_the_moving_average_and_the_count_of_then
 @pytest.mark.parametrize(
     ("saved", "given", "said"),
     [
-        ("average", None, "Growth was given no ema, where the saved training had ema"),
-        (None, "average", "Growth was given ema, where the saved training had none"),
+        ("average", None, "the saved state has ema True, where this one has False; make Growth as it was then"),
+        (None, "average", "the saved state has ema False, where this one has True"),
         ("average", "own", "ema lacks 'avg_fn', which the moving average of the saved state has"),
     ],
 )

@@ -131,7 +131,7 @@ def test_a_state_is_refused_where_an_argument_differs_unless_that_is_named(saved
         ({"mode": "reserve"}, "has mode 'live', where this one has 'reserve'"),
         ({"settings": {"blueprints": ["bypass-mlp"]}}, r"has menu \['vector bypass-linear', .*\['vector bypass-mlp'\]"),
         ({"optimizer": torch.optim.SGD}, "has optimizer 'AdamW', where this one has 'SGD'"),
-        ({"averaged": False}, "Growth was given no ema, where the saved training had ema"),
+        ({"averaged": False}, "the saved state has ema True, where this one has False; make Growth as it was then"),
         ({"settings": {"governor": {"loss_window": 3}}}, "has governor.loss_window [0-9]+, where this one has 3"),
         ({"width": 5}, "has sites .*width=4.*, where this one has .*width=5"),
         ({"groups": 2}, "has no group of 2 parameters that begins with '0.bias'; make the optimizer with the same"),

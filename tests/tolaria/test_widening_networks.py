@@ -1050,7 +1050,7 @@ def test_a_second_optimizer_that_would_go_on_with_old_parameters_is_named():
     model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
     muon = torch.optim.Muon([each for each in model.parameters() if each.dim() == 2])
     with pytest.warns(
-        GrowthWarning, match=r"^'0\.bias' is another parameter now, and none of the Muon's; if a further"
+        GrowthWarning, match=r"^'0\.bias' is another parameter now, and is none of the Muon's; if a further"
     ):
         esper.widen(model, 2, example=torch.ones(1, 8), optimizer=muon)
 
@@ -1082,7 +1082,7 @@ def test_all_optimizers_of_a_list_follow_a_wider_and_a_deeper_network(recwarn):
         (group,) = optimizer.param_groups
         own = [each for each in model.parameters() if (each.dim() == 2) == matrix]
         assert sorted(map(id, group["params"])) == sorted(map(id, own))
-    with pytest.warns(GrowthWarning, match=r"^'blocks.3.0.bias' is new, and none of the Muon's; if a further"):
+    with pytest.warns(GrowthWarning, match=r"^'blocks.3.0.bias' is new, and is none of the Muon's; if a further"):
         esper.deepen(model, 1, example=torch.ones(1, 8), optimizer=[both[0], both[0]])
     (group,) = both[0].param_groups
     assert len(group["params"]) == len({id(each) for each in group["params"]}) == 2 + 2 * 4

@@ -25,7 +25,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.text import counted
 from esper.runs.live.anytime import AnytimeGrowth
 from esper.runs.live.knee import Knee, find_knee, shortest
-from esper.tolaria.live.widening import check_free, widen
+from esper.tolaria.live.widening import check_free, check_learning, widen
 
 LOOK = 50
 """Steps of the optimizer between two looks at the examples that are held back."""
@@ -78,10 +78,7 @@ class _Growing(BaseEstimator):
     def _fit_network(self, x: NDArray[Any], target: Tensor, outputs: int, loss: nn.Module, strata: Any) -> None:
         """Train and grow. target (n, ...) is what `loss` takes; strata (n,) classes of equal shares on both sides, or None."""
         self._check()
-        if torch.is_inference_mode_enabled():
-            raise InputError(
-                "fit is called within torch.inference_mode(), where nothing can learn; call it outside of it"
-            )
+        check_learning("fit")
         random = check_random_state(self.random_state)
         key = int(random.randint(2**31 - 1))
         train, held = _divided(len(x), self.held_out, strata, key)

@@ -161,7 +161,6 @@ class Trace(NamedTuple):
     changes: list[Changes]  # those of the decisions, then those of the tick
     scores: Scores  # (rows,) before the rollback
     found: Verdicts  # (rows,) a `Vital`
-    reads: int  # number of device reads
     parameter_norms: ParameterNorms | None  # of all rows and the ghost, before the rollback; None if not asked for
     widening: HiddenWidening | None = None  # of all hosts, after the training of the step
 
@@ -323,7 +322,6 @@ class Engine(Generic[P]):
     def restore(self, tree: Mapping[str, Any]) -> View:
         """Restore a snapshot of an engine of the same task and config. Raises ValueError if it came from another one."""
         state = self.state
-        state.contributions = Contributions.none(*state.seeds.stage.shape)
         names = ("seeds", "measurements", "scores", "instance", "contributions")
         read = {name: from_tree(getattr(state, name), tree[name], name) for name in names}  # all, before any is taken
         for name, value in read.items():
@@ -463,9 +461,7 @@ class Engine(Generic[P]):
                 moved = transitions(take(old, envs), take(new, envs))
                 changes.append(Changes(moved, old, new, history.transit(moved, old, new, self.space, step)))
             history.roll_back(found[envs], ticked, state.seeds, self.space, step)
-            reads = 1 + bool((found != Vital.GOOD).any())
-            found = found[: self.rows]
-            self.trace = Trace(changes, measured.scores, found, reads, measured.parameter_norms, widening)
+            self.trace = Trace(changes, measured.scores, found[: self.rows], measured.parameter_norms, widening)
         return view, outcome
 
     def vacate(self, row: int, slots: Sequence[int]) -> None:

@@ -164,7 +164,8 @@ class Journal(Observer):
         writing, self._written = self.hub.seconds - self._written, self.hub.seconds
         for name, seconds in {"deciding": step.deciding, "writing": writing, **spent}.items():
             self._phases[name] = self._phases.get(name, 0.0) + seconds
-        self._covered, self._reads = self._covered + 1, self._reads + trace.reads
+        reads = 1 + bool((trace.found != Vital.GOOD).any())  # the rows that were rolled back are measured again
+        self._covered, self._reads = self._covered + 1, self._reads + reads
         self._waits += self._counts() - self._waits_before
         if full or number % self._every == 0 or outcome.terminal:
             phases = {name: float(f"{seconds:.4g}") for name, seconds in self._phases.items()}

@@ -6,7 +6,7 @@ import math
 import operator
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from os import PathLike
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
@@ -30,13 +30,14 @@ from esper.leyline.config.arguments import check_integer, check_switch, is_numbe
 from esper.leyline.errors import GrowthWarning, InputError, in_words, is_out_of_memory, warn
 from esper.leyline.text import counted, kind_of
 from esper.nissa.rows import RollbackRow, SizeRow
+from esper.runs.live.growth_state import check_format
 from esper.runs.live.knee import find_knee, shortest
 from esper.runs.live.size_log import SizeLog
 from esper.tolaria.live.groups import each_of, placed_moments
 from esper.tolaria.live.population import total
 from esper.tolaria.live.probe import Batches, Loss, Probe
 from esper.tolaria.live.ranks import Ranks
-from esper.tolaria.live.widening import check_growable, check_optimizer, follow, widen
+from esper.tolaria.live.widening import check_growable, check_optimizer, follow, warn_left, widen
 
 Cost = Literal["parameters", "seconds"]
 M = TypeVar("M", bound=nn.Module)
@@ -117,19 +118,14 @@ class AnytimeGrowth:
     the loss over the logarithm of the compute, over the last doubling, is below .9 of that over the last factor of 8; growths
     are a factor of 4 of compute apart. Data that are seen many times ask for this, and a network that has fitted them learns
     little with new units. So all its weights are halved behind each growth, and half of freshly drawn ones is added (Ash and
-    Adams, "On warm-starting neural network training", 2020), which changes what it computes. Until the wider network has a lower
-    loss on the probe at a look, `snapshot` returns the one of before.
+    Adams, "On warm-starting neural network training", 2020), which changes what it computes.
 
-    The optimizer's learning rates are scaled within each of its steps, and are what they were outside of it, so that schedulers
-    know nothing of it: by factor^-rate_power for each growth behind the first 30 steps, and by a linear warm-up after the start
-    and after each growth. Growths in the first 30 steps decide the size with which the training begins; rates are meant for it.
-
-    `average` is a running average of the weights over about the last tenth of the compute, which needs no end to be known.
-    Statistics of BatchNorm in it are the latest ones.
+    The optimizer's learning rates are scaled (`warmup`, `rate_power`) within each of its steps, and are what they were outside of
+    it, so that schedulers know nothing of it.
 
     With cost='seconds' a network starts at the knee, however small it was built: at the largest size whose step takes at most 1.2
     times the seconds of one of the first size. Behind the first 20 steps of the loop copies are made wider and timed, one after
-    the other, up to the first that takes longer, and one growth leads to the largest before it; `start` says so. From there on it
+    the other, up to the first that takes longer, and one growth leads to the largest before it. From there on it
     becomes wider sooner where a wider network is hardly slower: if twice the widths multiply the parameters by p and the seconds
     of a step by p^e, it grows after e^3 * `ratio` targets for each parameter. The seconds are the shortest of the first 20 steps
     of the loop, and of passes of the network and of wider copies on `example`; a run can be repeated only as closely as these.
@@ -170,7 +166,8 @@ class AnytimeGrowth:
         most_parameters: largest number of parameters; None where there is no limit
         warmup: steps of the linear warm-up of the learning rates, after the start and after each growth
         rate_power: the learning rates of a network whose widths were multiplied by r behind the first 30 steps are scaled by
-            r^-rate_power; None is 1/2, and 0 where the loss on the probe decides
+            r^-rate_power; None is 1/2, and 0 where the loss on the probe decides. Growths before decide the size with which the
+            training begins, for which rates are meant
         fresh: share of freshly drawn weights in those of the network behind each growth, of layers with `reset_parameters`; None
             is 0, and .5 where the loss on the probe decides
         probe: a list of (input, target) pairs that are not trained on, or a function that returns one. With it a network waits
@@ -187,7 +184,8 @@ class AnytimeGrowth:
 
     Attributes:
         model (nn.Module): the network; with `shard` another one behind each growth
-        average (nn.Module): the network with averaged weights
+        average (nn.Module): the network with a running average of the weights over about the last tenth of the compute, which
+            needs no end to be known, and the latest statistics of BatchNorm
         growths (list[dict]): each growth so far: `step`, `seen`, `parameters` behind it, `factor`, `way`, `why`, `widths` of the
             layers before and behind it, and by how much the seconds of a step were multiplied (`slower`; None where they were
             not measured)
@@ -265,13 +263,8 @@ class AnytimeGrowth:
             check_optimizer(own, dict(model.named_parameters()))
         held = {id(each) for own in self._optimizers for group in own.param_groups for each in group["params"]}
         left = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in held]
-        if left:
-            own_of = " and ".join(f"the {type(own).__name__}'s" for own in self._optimizers)
-            warn(
-                f"{left[0]!r} requires gradients, and is none of {own_of}; if a further optimizer trains it, as beside Muon, "
-                "give all optimizers as a list, [muon, adamw], so that they follow growth",
-                GrowthWarning,
-            )
+        mend = "give all optimizers as a list, [muon, adamw], so that they follow growth"
+        warn_left(left, "requires gradients", self._optimizers, mend)
         self._handles: list[RemovableHandle] = []
         for own in self._optimizers:
             if any(each is own for other in _UNFINISHED if other._handles for each in other._optimizers):
@@ -322,14 +315,15 @@ class AnytimeGrowth:
         self.average = copied(model).requires_grad_(False)
         self._scales = _first_scales(model, seed) if self.fresh else {}
         self._shard = shard
-        self._hollow: nn.Module = model  # where the network is in parts: its present size and class, without values
+        self._name = type(model).__name__  # which fully_shard changes
+        # of each network in parts: a copy of its size and class, without values
+        self._hollow: MutableMapping[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
         if shard is not None:
             self._take(model, self.average, [name for name, _ in model.named_parameters()])
         self.growths: list[dict[str, Any]] = []
         self.rollbacks: list[dict[str, int]] = []
         # the averaged network of before a growth that changed what it computes, until this one has a lower loss on the probe
         self._before: nn.Module | None = None
-        self._hollow_before = self._hollow
         # of the last copy that is kept: its step, the tensors of the network and its average, and what each optimizer remembered
         self._kept: tuple[int, list[Tensor], list[dict[Any, Any]]] | None = None
         self._loss: float | None = None  # on the probe, where it was looked at in this step
@@ -351,7 +345,6 @@ class AnytimeGrowth:
         self._beside = math.nan  # seconds of a step beside the passes of the network, once measured
         self.start = ""
         self._slower: float | None = None  # by how much the seconds of a step are multiplied by the next growth
-        self._way: Way | None = None  # to the network behind the next growth, once a copy was made wider
         self._elasticity = 1.0  # e: that, as a power of the parameters
         self.why = "too few examples were seen"
         self._next_factor()
@@ -387,11 +380,11 @@ class AnytimeGrowth:
         return min(least << (self.steps // DOUBLED), most)
 
     def step(self, targets: Tensor | int) -> bool:
-        """Take note of a step of the optimizer, on these targets or so many; returns whether the network became wider.
+        """Take note of a step of the optimizer; returns whether the network became wider.
 
-        Targets that the loss leaves out, as padding, count where a tensor is given: give the number of the others then. Call it
-        behind `optimizer.zero_grad()`: the parameters of a network that becomes wider are new objects. With shared=True every
-        process calls it, with its own targets.
+        targets: those of the step, or their number, which leaves out what the loss leaves out, as padding. Call this behind
+        `optimizer.zero_grad()`: the parameters of a network that becomes wider are new objects. With shared=True every process
+        calls it, with its own targets.
         """
         number = targets.numel() if isinstance(targets, Tensor) else targets
         if not is_number(number, int) or number < 1:
@@ -453,7 +446,7 @@ class AnytimeGrowth:
         """Return a copy of the network with averaged weights, as a plain module; the run goes on undisturbed.
 
         Where freshly drawn weights are added behind a growth and there is a `probe`, that is the network of before the growth,
-        until the wider one had a lower loss on the probe at a look.
+        until the wider one has a lower loss on the probe at a look.
         """
         found = self._whole(self.average if self._before is None else self._before).train(self.model.training)
         for mine, own in zip(found.parameters(), self.model.parameters(), strict=True):
@@ -554,7 +547,7 @@ class AnytimeGrowth:
         )
         steps, verdict = counted(self.steps, "step"), f"; {self.verdict}" * bool(self.verdict)
         start = f"; {self.start}" * bool(self.start)
-        size = f"{type(self._hollow).__name__} of {sizes} parameters"
+        size = f"{self._name} of {sizes} parameters"
         return f"{size} after {steps}; not more, as {self.why}{start}{restored}{verdict}"
 
     def state_dict(self) -> dict[str, Any]:
@@ -595,26 +588,12 @@ class AnytimeGrowth:
         `shard` has them too, so that nothing else is loaded; every process gives that of the first one. InputError if the state
         is of another version or of another network, or if this run has begun already.
         """
-        if not isinstance(state, Mapping) or "format" not in state:
-            raise InputError(
-                "the state is none of esper.AnytimeGrowth; give what growth.state_dict() returned, in the first process where "
-                "there is a shard="
-            )
-        if state["format"] != FORMAT:
-            raise InputError(
-                f"the state has format {state['format']!r}, where this Esper reads format {FORMAT}; go on with the Esper that "
-                "wrote it, or begin a new run"
-            )
+        check_format(state, FORMAT)
         if self.growths or self.steps:
             raise InputError(
                 "this run has begun already; load the state into a fresh model, optimizer and AnytimeGrowth"
             )
         settings = self._settings()
-        if state["settings"]["probe"] != settings["probe"]:
-            raise InputError(
-                f"this run has {'a' if settings['probe'] else 'no'} probe, unlike that of the state; give probe= and loss= "
-                "as there, or leave them out"
-            )
         for name, own in settings.items():
             if (there := state["settings"][name]) != own and name != "most_parameters":  # a limit may be another one
                 raise InputError(f"the state is of {name}={there!r}, and this run has {name}={own!r}; give the same")
@@ -668,7 +647,6 @@ class AnytimeGrowth:
                 optimizer.state[parameter] = placed_moments(moments, parameter)
         vars(self).update(progress)
         if before is not None and self._shard is not None:
-            self._hollow_before = sharding.hollow(before)
             self._put_in_parts(before)
         self._before = before
         self._stepped = math.nan
@@ -719,7 +697,7 @@ class AnytimeGrowth:
             return True
         if self._kept is None:
             raise InputError(
-                f"parameters or moments of {type(self._hollow).__name__} are not finite after step {self.steps:,}, the first "
+                f"parameters or moments of {self._name} are not finite after step {self.steps:,}, the first "
                 "that growth looks at; begin again with finite weights and inputs, or a smaller rate"
             )
         step, tensors, remembered = self._kept
@@ -758,7 +736,7 @@ class AnytimeGrowth:
     def _write(self, log: SizeLog, seconds: float | None) -> None:
         """Write a row, if the network grew, its loss was looked at, or the compute has risen enough since the last one."""
         if not log.begun:
-            device, task = next(self.model.parameters()).device, type(self._hollow).__name__
+            device, task = next(self.model.parameters()).device, self._name
             log.begin(device, self._settings(), task=task, seed=self.seed, host_param_counts=[self._first])
         if seconds is None and self._loss is None and self._compute < LOOK * log.noted:
             return
@@ -793,7 +771,7 @@ class AnytimeGrowth:
         if self._shard is None:
             return copied(network)
         self._reshard()
-        whole = sharding.gather_into(self._hollow_before if network is self._before else self._hollow, network)
+        whole = sharding.gather_into(self._hollow[network], network)
         self._ranks.spread(whole.buffers())
         return whole  # type: ignore[return-value]
 
@@ -806,11 +784,12 @@ class AnytimeGrowth:
     def _put_in_parts(self, network: nn.Module) -> None:
         """Shard a plain network in place. InputError if `shard` does something else."""
         assert self._shard is not None, "there is a function that shards"
-        name, result = type(network).__name__, self._shard(network)
+        self._hollow[network] = sharding.hollow(network)
+        result = self._shard(network)
         if not sharding.is_sharded(network) or not (result is None or result is network):
             raise InputError(
-                f"shard leaves the {name} whole, or returns another module; let it call fully_shard on the network that it is "
-                "given, in place, and compile it by its method `compile`"
+                f"shard leaves the {self._name} whole, or returns another module; let it call fully_shard on the network that it "
+                "is given, in place, and compile it by its method `compile`"
             )
         sharding.check_sharding(network, self._ranks.size)
 
@@ -819,8 +798,7 @@ class AnytimeGrowth:
 
         same: the parameters that are as they were, of which the optimizer remembers what it did.
         """
-        outgrown, without_values = self.model, sharding.hollow(model)
-        before = dict(outgrown.named_parameters())
+        outgrown, before = self.model, dict(self.model.named_parameters())
         self._put_in_parts(model)
         self._put_in_parts(average)
         after = dict(model.named_parameters())
@@ -838,9 +816,9 @@ class AnytimeGrowth:
         follow(self._optimizers, before, after)
         for own, parameter, memory in moments:
             own.state[parameter] = placed_moments(memory, parameter)
-        self.model, self.average, self._hollow = model, average, without_values
+        self.model, self.average = model, average
         if outgrown is not model:  # a loop that goes on with it would train nothing
-            outgrown.register_forward_pre_hook(partial(_refuse_outgrown, type(self._hollow).__name__), prepend=True)
+            outgrown.register_forward_pre_hook(partial(_refuse_outgrown, self._name), prepend=True)
 
     @property
     def _multiple(self) -> int:
@@ -859,16 +837,6 @@ class AnytimeGrowth:
         if factor == 1:
             self._ended(f"sizes ends with {now} times the first widths")
         return factor
-
-    def _wider(self) -> nn.Module | None:
-        """Return a copy of the network as it would be behind the next growth, and note the way to it; None where it cannot be."""
-        if not self._guard():  # what is not finite computes nothing by which a wider network could be compared
-            return None
-        wider, way, problem = self._copied(self.model, self._next_factor())
-        if self._ended(problem):
-            return None
-        self._way = way
-        return wider
 
     def _copied(self, network: nn.Module, factor: int) -> tuple[nn.Module, Way | None, str]:
         """Return a copy of a network that is so many times as wide, the way to it, and what stands against it in a process."""
@@ -952,12 +920,13 @@ class AnytimeGrowth:
 
     def _grow(self, due: str) -> bool:
         """Widen the network, unless something stands against it, which `why` then says."""
-        before, measured = self.parameters, math.inf
-        if self._starts:
-            if not self._guard():
-                return False
-        elif self._wider() is None:
+        before, measured, way = self.parameters, math.inf, None
+        if not self._guard():  # what is not finite computes nothing by which a wider network could be compared
             return False
+        if not self._starts:
+            _, way, problem = self._copied(self.model, self._next_factor())
+            if self._ended(problem):
+                return False
         if self._probe is not None:
             measured = self._measured()
             if not _is_lower(measured, self._loss_before):
@@ -970,8 +939,8 @@ class AnytimeGrowth:
         if self._starts:
             plans: Iterable[_GrowthPlan] = self._first_plans()
         else:  # how much slower the growth behind this one is has to be measured anew
-            plans, self._slower = [_GrowthPlan(self._next_factor(), self._slower, self._way, due)], None
-        before_growth, hollow_before = None, self._hollow
+            plans, self._slower = [_GrowthPlan(self._next_factor(), self._slower, way, due)], None
+        before_growth = None
         if self.fresh and self._probe is not None:  # an average in parts stays as it is, as another one takes its place
             before_growth = copied(self.average) if self._shard is None else self.average
         for plan in plans:
@@ -987,7 +956,7 @@ class AnytimeGrowth:
         else:
             self._ended(problem)
             return False
-        self._before, self._hollow_before = before_growth, hollow_before
+        self._before = before_growth
         if self.fresh:
             drawn = _drawn_anew(self._whole(self.model), seed)
             with torch.no_grad():
@@ -1033,8 +1002,10 @@ class AnytimeGrowth:
             )
         if self._starts:
             return True
-        wider = self._wider()
-        if wider is None:
+        if not self._guard():
+            return False
+        wider, _, problem = self._copied(self.model, self._next_factor())
+        if self._ended(problem):
             return False
         try:
             own, other = self._time(copied(self.model), wider)

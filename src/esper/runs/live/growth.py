@@ -46,6 +46,7 @@ from esper.tolaria.live.groups import Groups, unwrapped
 from esper.tolaria.live.population import GrowthMode, LivePopulation
 from esper.tolaria.live.probe import Batches, Loss, Probe, examples_in
 from esper.tolaria.live.ranks import Ranks, processes
+from esper.tolaria.live.widening import check_learning
 
 LISTED = 500
 """Seeds that a summary lists as planted, kept or removed: a training without an end would make its saved state ever larger."""
@@ -116,10 +117,6 @@ class Growth:
     trains it in a forward and backward pass of its own, in evaluation mode, on the loss of the network with the seed at dose 1.
     If such batches contain examples of the probe, a GrowthWarning says how many.
 
-    With plan='anytime' no seeds are planted: the call returns an `esper.AnytimeGrowth`, with the arguments of that class.
-
-        growth = esper.Growth(model, optimizer, plan="anytime", example=x)
-
     Args:
         model: the module that grows, or a DistributedDataParallel of it, whose processes then grow alike. Where `esper.graft` has
             given it no sites, it gets those that are found on the first input of the probe. A compiled module stands for the one
@@ -129,7 +126,8 @@ class Growth:
         scheduler: its learning rate scheduler, or a list of them.
         ema: a moving average of the model, as torch.optim.swa_utils.AveragedModel, made after the model was grafted. It gets
             every seed that the model gets.
-        plan: None plants seeds; 'anytime' returns `esper.AnytimeGrowth(model, optimizer, ...)`
+        plan: None plants seeds; with 'anytime' none are planted, and the call returns an `esper.AnytimeGrowth`, with the
+            arguments of that class: `esper.Growth(model, optimizer, plan="anytime", example=x)`
         controller: name of a controller, path of a schedule, folder of a trained one, or an object with `act`, `store`, `update`.
         budget: most parameters of all seeds / parameters of the model.
         budget_passes: most forward and backward passes of incubation, probe and twins / all passes of the run (`passes`). The run
@@ -188,7 +186,7 @@ class Growth:
             raise InputError(
                 f"plan is {plan!r}, which esper.Growth itself takes alone; {type(self).__name__} plants seeds"
             )
-        _check_mode("esper.Growth")
+        check_learning("esper.Growth")
         network, wrapper = _unwrapped_model(model)
         _check_owner(network, unwrapped(optimizer))
         sharded = is_sharded(network)
@@ -325,7 +323,7 @@ class Growth:
             raise InputError(
                 f"growth.step was given {counted(len(batch), 'argument')}; give none, or the input and the target of the step"
             )
-        _check_mode("growth.step()")
+        check_learning("growth.step()")
         self.calls += 1
         # Forward, and backward to the activations and to the weights.
         self._loop_passes += 3 * (examples_in(batch[1], batch[0]) if batch else self.population.probe_batches.batch)
@@ -342,13 +340,13 @@ class Growth:
         # Until the share of growing has fallen, seeds on trial alone are judged, as the network trains with them.
         calm = state.pending.actions.op[0] == Op.WAIT and among(state.seeds.stage, SETTLED | {Stage.TRAINING}).all()
         waits = self.population.resting and bool(calm)
+        self.frozen.check()
         if (self._stopped is not None or waits) and self._guarded():
             if waits:  # the time of a decision passes without one
                 overspent = self._overspent()
                 state.step = min(state.step + 1, self.engine.config.steps - 1)
                 self._rest(bool(overspent))
             return False
-        self.frozen.check()
         view, outcome = self.engine.finish_step()
         self._losses = [*self._losses, (self.calls, float(self.engine.state.scores.loss[0]))][-TREND - 1 :]
         with self.engine.timer.timed("fold"):
@@ -476,15 +474,13 @@ class Growth:
     def summary(self) -> dict[str, Any]:
         """Return what became of the seeds, as plain values: lists of those planted, kept and removed, each with its reason.
 
-        `verdict` says in one line what is known of whether growth paid. `stopped` says since which step nothing was measured,
-        and why; None while something can happen. `outlook` says what training on and another seed promise. `loss` is that on
-        the probe at the last decision, and `objective` is J (`esper.leyline.data.objective`): minus the loss, less rent for
-        `added_params`, which are the parameters of the seeds that act. `trained_params` require a gradient, seats that are free
-        left out. `seconds` says what growing cost, by part; they differ between two runs that are equal otherwise. `widened`
-        maps the layers that got the units of seeds to their widths before and after, `deepened` the stacks that got further
-        blocks to their numbers of blocks, and `beside` the sites whose seeds are part of no layer after `finish` to their
-        blueprints; `architecture` says all of this in one line, with the reason why a seed is
-        beside. Each list has its last 500 entries, and `unlisted` counts the earlier ones.
+        `verdict` says in one line what is known of whether growth paid; `stopped`, `outlook`, `architecture` and `seconds`, which
+        differ between two runs that are equal otherwise, are those of this object. `loss` is that on the probe at the last
+        decision, and `objective` is J (`esper.leyline.data.objective`): minus the loss, less rent for `added_params`, the
+        parameters of the seeds that act. `trained_params` require a gradient, free seats left out. `widened` maps the layers that
+        got units of seeds to their widths before and after, `deepened` the stacks that got blocks to their numbers of blocks, and
+        `beside` the sites whose seeds are part of no layer after `finish` to their blueprints. Each list has its last 500
+        entries, and `unlisted` counts the earlier ones.
         """
         state, population = self.engine.state, self.population
         host = int(population.host_params[0])
@@ -717,11 +713,6 @@ class Growth:
         tree: dict[str, Any] = growth_state.loaded_tree(state)
         population, controller = self.population, self.controller
         averages = population.averages
-        if len(averages) != len(tree["averages"]):
-            given = ("no ema", "ema") if tree["averages"] else ("ema", "none")
-            raise InputError(
-                f"Growth was given {given[0]}, where the saved training had {given[1]}; make Growth as it was made then"
-            )
         for average, kept in zip(averages, tree["averages"], strict=True):
             average.check(kept)
         absorbed: Any = tree["absorbed"]
@@ -835,8 +826,7 @@ class Growth:
         return ranks.from_first(why)
 
     def _guarded(self) -> bool:
-        """Keep, in place of a decision, the network to roll back to if it is sound; return whether it is."""
-        self.frozen.check()
+        """Return whether all parameters are finite; keep the network then as the one that a rollback restores."""
         engine, population = self.engine, self.population
         if not engine.config.governor.enabled:
             return True
@@ -984,14 +974,6 @@ class Growth:
 
 
 update_wrapper(Growth.__new__, Growth.__init__, assigned=())  # inspect.signature and help show its arguments
-
-
-def _check_mode(name: str) -> None:
-    """Raise InputError where nothing can learn."""
-    if torch.is_inference_mode_enabled():
-        raise InputError(
-            f"{name} is called within torch.inference_mode(), where nothing can learn; call it outside of that block"
-        )
 
 
 def _check_owner(network: nn.Module, optimizer: Any) -> None:

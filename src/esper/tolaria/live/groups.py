@@ -225,10 +225,6 @@ class Groups:
                 f"the saved optimizer has no group of {len(other)} parameters that begins with {other[0]!r}; make the "
                 "optimizer with the same groups as when it was saved"
             )
-        if len(self.schedulers) != len(state["schedulers"]):
-            raise InputError(
-                f"{len(state['schedulers'])} learning rate schedulers were saved, but Growth was given {len(self.schedulers)}"
-            )
 
     def load_state(self, state: Mapping[str, Any], names: Mapping[Tensor, str]) -> None:
         """Go on from what `state` gave, with the same parameters in any order of groups."""

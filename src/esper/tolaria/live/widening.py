@@ -311,12 +311,17 @@ def _join_groups(optimizer: torch.optim.Optimizer, model: nn.Module, made: list[
                 group["param_names"] += [name for name, _ in added.values()]
 
 
-def check_growable(model: Any, name: str) -> None:
-    """Raise InputError if layers of a model cannot be changed now."""
+def check_learning(name: str) -> None:
+    """Raise InputError, with the name of what is called, where nothing can learn."""
     if torch.is_inference_mode_enabled():
         raise InputError(
-            f"esper.{name} is called within torch.inference_mode(), where nothing can learn; call it outside of it"
+            f"{name} is called within torch.inference_mode(), where nothing can learn; call it outside of it"
         )
+
+
+def check_growable(model: Any, name: str) -> None:
+    """Raise InputError if layers of a model cannot be changed now."""
+    check_learning(f"esper.{name}")
     if isinstance(model, nn.Module) and (is_grafted(model) or is_sharded(model)):
         grafted = is_grafted(model)
         mend = "call growth.finish() or esper.ungraft(model) first" if grafted else f"{name} it before fully_shard"
@@ -547,12 +552,16 @@ def follow(
                     begin_state(optimizer, group, [new[id(old)]])
 
 
-def warn_left(names: Sequence[str], what: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def warn_left(
+    names: Sequence[str],
+    what: str,
+    optimizers: Sequence[torch.optim.Optimizer],
+    mend: str = "make that one anew, and give all optimizers as a list, optimizer=[...]",
+) -> None:
     """Warn that a further optimizer, if there is one, would have to take parameters; nothing if there are none."""
     if names:
         own = " and ".join(f"the {type(optimizer).__name__}'s" for optimizer in optimizers)
         warn(
-            f"{names[0]!r} {what}, and none of {own}; if a further optimizer trains such parameters, as beside Muon, make "
-            "that one anew, and give all optimizers as a list, optimizer=[...]",
+            f"{names[0]!r} {what}, and is none of {own}; if a further optimizer trains it, as beside Muon, {mend}",
             GrowthWarning,
         )
