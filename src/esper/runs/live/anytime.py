@@ -33,11 +33,11 @@ from esper.nissa.rows import RollbackRow, SizeRow
 from esper.runs.live.growth_state import check_format
 from esper.runs.live.knee import find_knee, shortest
 from esper.runs.live.size_log import SizeLog
-from esper.tolaria.live.groups import each_of, placed_moments
+from esper.tolaria.live.groups import placed_moments
 from esper.tolaria.live.population import total
 from esper.tolaria.live.probe import Batches, Loss, Probe
 from esper.tolaria.live.ranks import Ranks
-from esper.tolaria.live.widening import check_growable, check_optimizer, follow, warn_left, widen
+from esper.tolaria.live.widening import check_growable, follow, optimizers_of, warn_left, widen
 
 Cost = Literal["parameters", "seconds"]
 M = TypeVar("M", bound=nn.Module)
@@ -258,13 +258,10 @@ class AnytimeGrowth:
                 "cost='seconds' times whole networks, whose steps take other seconds than those of sharded ones; give "
                 "cost='parameters' with shard="
             )
-        self.model, self._optimizers, self._example = model, each_of(optimizer), example
-        for own in self._optimizers:
-            check_optimizer(own, dict(model.named_parameters()))
-        held = {id(each) for own in self._optimizers for group in own.param_groups for each in group["params"]}
-        left = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in held]
+        parameters = dict(model.named_parameters())
+        self.model, self._optimizers, self._example = model, optimizers_of(optimizer, parameters), example
         mend = "give all optimizers as a list, [muon, adamw], so that they follow growth"
-        warn_left(left, "requires gradients", self._optimizers, mend)
+        warn_left(parameters, "requires gradients", self._optimizers, mend)
         self._handles: list[RemovableHandle] = []
         for own in self._optimizers:
             if any(each is own for other in _UNFINISHED if other._handles for each in other._optimizers):

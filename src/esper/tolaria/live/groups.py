@@ -366,14 +366,6 @@ def unwrapped(optimizer: Any) -> Any:
     return unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
-def each_of(optimizer: Any) -> tuple[Any, ...]:
-    """Return an optimizer, or each of a list of them, inside of what other libraries wrapped around it. InputError for none."""
-    given = optimizer if isinstance(optimizer, list | tuple) else (optimizer,)
-    if not given:
-        raise InputError("optimizer is an empty list; give the optimizers of the loop")
-    return tuple({id(each): each for each in map(unwrapped, given)}.values())
-
-
 def _parts(schedulers: Iterable[Any]) -> Iterator[Any]:
     """Yield schedulers with those that they are made of."""
     for each in schedulers:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils import _pytree as pytree
 
 from esper.kasmina.blueprints import count
 from esper.kasmina.graft.find_sites import Hidden, check_module, find_hidden
@@ -23,7 +24,7 @@ from esper.kasmina.graft.widening import Outputs, additions, append_tried, axes_
 from esper.leyline.config.arguments import check_integer, is_number
 from esper.leyline.errors import GrowthWarning, InputError, in_words, is_out_of_memory, typed_line, warn
 from esper.leyline.text import counted, did_you_mean, kind_of
-from esper.tolaria.live.groups import begin_state, check_held, each_of
+from esper.tolaria.live.groups import begin_state, check_held, unwrapped
 from esper.tolaria.runtime import available_memory
 
 
@@ -114,9 +115,8 @@ def widen(
     asked = _asked(model, groups, to)
     before = dict(model.named_parameters())
     shapes = {name: own.shape for name, own in chain(model.named_parameters(), model.named_buffers())}
-    networks, optimizers = (model, *averages(ema, model)), () if optimizer is None else each_of(optimizer)
-    for own in optimizers:
-        check_optimizer(own, before)
+    networks = (model, *averages(ema, model))
+    optimizers = () if optimizer is None else optimizers_of(optimizer, before)
     check_memory(networks, _least_size(model, groups, asked), "to more features", "give smaller widths")
     widths, left_out, way = dict[str, tuple[int, int]](), dict[str, str](), None
     parts = [part for network in networks for part in network.modules()]
@@ -215,9 +215,8 @@ def deepen(
             "which one could be added"
         )
     parameters = dict(model.named_parameters())
-    networks, optimizers = (model, *averages(ema, model)), () if optimizer is None else each_of(optimizer)
-    for own in optimizers:
-        check_optimizer(own, parameters)
+    networks = (model, *averages(ema, model))
+    optimizers = () if optimizer is None else optimizers_of(optimizer, parameters)
     path = at if at is not None else max(runs, key=lambda each: count(model.get_submodule(each)))
     start, stop = runs[path]
     before = blocks_of_one_class(model.get_submodule(path), start)
@@ -234,11 +233,8 @@ def deepen(
     made = [f"{prefix}{stop + number}." for number in range(blocks)]
     for own in optimizers:
         _join_groups(own, model, made, f"{prefix}{stop - 1}.")
-    held = {id(parameter) for own in optimizers for group in own.param_groups for parameter in group["params"]}
     new = {name: parameter for name, parameter in model.named_parameters() if name.startswith(tuple(made))}
-    if any(id(parameter) in held for parameter in new.values()):
-        left = [name for name, parameter in new.items() if parameter.requires_grad and id(parameter) not in held]
-        warn_left(left, "is new", optimizers)
+    warn_left(new, "is new", optimizers)
     return {path: (before, before + blocks)}
 
 
@@ -457,23 +453,30 @@ def averages(ema: Any, model: nn.Module) -> tuple[nn.Module, ...]:
     return (module,)
 
 
-def check_optimizer(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise InputError if an optimizer is none of the model, or cannot take other parameters."""
-    check_held(optimizer, parameters.values())
-    for value in vars(optimizer).values():
-        parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
-        if any(isinstance(each, torch.optim.Optimizer) for each in parts):
-            raise InputError(
-                f"the {type(optimizer).__name__} holds optimizers of its own, which would not follow; give these as a list"
-            )
+def optimizers_of(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> tuple[Any, ...]:
+    """Return an optimizer, or each of a list of them, inside of what other libraries wrapped around it.
+
+    InputError if there is none, or if one is none of the model, or cannot take other parameters.
+    """
+    given = optimizer if isinstance(optimizer, list | tuple) else (optimizer,)
+    if not given:
+        raise InputError("optimizer is an empty list; give the optimizers of the loop")
+    found = tuple({id(each): each for each in map(unwrapped, given)}.values())
     shapes = {each.shape for each in parameters.values() if each.numel() > 1}
-    for name, value in vars(optimizer).items():
-        if name not in ("param_groups", "state") and _holds(value, shapes, set()):
+    for own in found:
+        check_held(own, parameters.values())
+        if any(isinstance(each, torch.optim.Optimizer) for each in pytree.tree_leaves(vars(own))):
             raise InputError(
-                f"{type(optimizer).__name__} keeps parameters, or tensors of their shapes, in {name!r} beside its groups and its "
-                "state, where they would not follow; use an optimizer that keeps what it knows of a parameter in its state, as "
-                "those of torch.optim do"
+                f"the {type(own).__name__} holds optimizers of its own, which would not follow; give these as a list"
             )
+        for name, value in vars(own).items():
+            if name not in ("param_groups", "state") and _holds(value, shapes, set()):
+                raise InputError(
+                    f"{type(own).__name__} keeps parameters, or tensors of their shapes, in {name!r} beside its groups and its "
+                    "state, where they would not follow; use an optimizer that keeps what it knows of a parameter in its state, "
+                    "as those of torch.optim do"
+                )
+    return found
 
 
 def _holds(value: Any, shapes: set[torch.Size], seen: set[int]) -> bool:
@@ -539,10 +542,6 @@ def follow(
 ) -> None:
     """Put the new parameters of layers, by name, in the places of the old ones, of which optimizers remember nothing more."""
     new = {id(old): after[name] for name, old in before.items() if after[name] is not old}
-    held = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
-    left = [name for name, old in before.items() if id(old) in new.keys() - held and old.requires_grad]
-    if held & new.keys():
-        warn_left(left, "is another parameter now", optimizers)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for index, old in enumerate(group["params"]):
@@ -550,18 +549,22 @@ def follow(
                     group["params"][index] = new[id(old)]
                     optimizer.state.pop(old, None)
                     begin_state(optimizer, group, [new[id(old)]])
+    named = {name: after[name] for name, old in before.items() if id(old) in new}
+    warn_left(named, "is another parameter now", optimizers)
 
 
 def warn_left(
-    names: Sequence[str],
+    parameters: Mapping[str, nn.Parameter],
     what: str,
     optimizers: Sequence[torch.optim.Optimizer],
     mend: str = "make that one anew, and give all optimizers as a list, optimizer=[...]",
 ) -> None:
-    """Warn that a further optimizer, if there is one, would have to take parameters; nothing if there are none."""
-    if names:
+    """Warn where optimizers hold some of the named parameters and not others, which a further optimizer may train."""
+    held = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
+    left = [name for name, each in parameters.items() if each.requires_grad and id(each) not in held]
+    if left and any(id(each) in held for each in parameters.values()):
         own = " and ".join(f"the {type(optimizer).__name__}'s" for optimizer in optimizers)
         warn(
-            f"{names[0]!r} {what}, and is none of {own}; if a further optimizer trains it, as beside Muon, {mend}",
+            f"{left[0]!r} {what}, and is none of {own}; if a further optimizer trains it, as beside Muon, {mend}",
             GrowthWarning,
         )
