@@ -47,16 +47,8 @@ _LARGEST_POINTER, _LARGEST_FACTS, _LARGEST_TENSORS = 256, 64 * 2**20, 256 * 2**3
 _NAME = re.compile(r"step-(\d{6,18})")
 
 
-class Damaged(Exception):
-    """Says that a checkpoint cannot be used, with the file and the reason."""
-
-
-class Foreign(Damaged):
-    """Says that a checkpoint is of another format or another run, and what to do where there is no other."""
-
-    def __init__(self, reason: str, mend: str) -> None:
-        super().__init__(reason)
-        self.mend = mend
+class Unusable(Exception):
+    """Says why a checkpoint cannot be used, and of one that is whole also what to do where there is no other."""
 
 
 class Checkpoint(NamedTuple):
@@ -175,7 +167,7 @@ class Checkpoints:
         """Return the folder that `latest` or `best` names; None if the file is missing or damaged."""
         try:
             return _named(self.folder / pointer)[0]
-        except Damaged:
+        except Unusable:
             return None
 
     def sweep(self) -> None:
@@ -196,26 +188,27 @@ class Checkpoints:
             try:
                 name, digest = _named(best)
                 if sha256_of(_content(self.folder / name / FACTS, _LARGEST_FACTS)) != digest:
-                    raise Damaged(f"{best} names a {name} with another sha256 than the one in the folder")
-            except Damaged as error:
+                    raise Unusable(f"{best} names a {name} with another sha256 than the one in the folder")
+            except Unusable as error:
                 note(f"{error}; the next best checkpoint replaces it")
         tried: list[tuple[str, str | None]] = []
         if self.folder.is_dir():
             tried = [(name, None) for name in _names(self.folder)]
-        refused, foreign, found = list[str](), "", None  # why files are not used, and the first sentence of a `Foreign`
+        refused, foreign, found = list[str](), "", None  # why files are not used, and what is said of a whole one
         if tried or os.path.lexists(latest):
             try:
                 # again below without the sha256: if it differs, `latest` may be the damaged file
                 tried.insert(0, _named(latest))
-            except Damaged as error:
+            except Unusable as error:
                 refused.append(str(error))
         for name, sha256 in tried:
             try:
                 found = self._verified(name, sha256)
-            except Damaged as error:  # which is not kept, as its frames hold what was read
-                refused.append(str(error))
-                if isinstance(error, Foreign):
-                    foreign = foreign or f"{error}; {error.mend}"
+            except Unusable as error:  # which is not kept, as its frames hold what was read
+                reason, *mend = error.args
+                refused.append(reason)
+                if mend:
+                    foreign = foreign or f"{reason}; {mend[0]}"
                 continue
             self.last, folder = found.number, self.folder / name
             size = sum(path.stat().st_size for path in folder.iterdir())
@@ -229,20 +222,20 @@ class Checkpoints:
         return found
 
     def _verified(self, name: str, digest: str | None) -> Checkpoint:
-        """Return the checkpoint of a folder, read and verified. Raises Damaged if it cannot be used."""
+        """Return the checkpoint of a folder, read and verified. Raises Unusable if it cannot be used."""
         folder = self.folder / name
         if folder.is_symlink() or not folder.is_dir():
             named = f", though {self.folder / LATEST} names it" if digest is not None else ""
-            raise Damaged(f"{folder} is missing or no folder of this run{named}")
+            raise Unusable(f"{folder} is missing or no folder of this run{named}")
         path = folder / FACTS
         text = _content(path, _LARGEST_FACTS)
         if digest is not None and sha256_of(text) != digest:
-            raise Damaged(f"{path} is not the file that {self.folder / LATEST} names, by its sha256")
+            raise Unusable(f"{path} is not the file that {self.folder / LATEST} names, by its sha256")
         try:
             facts = json.loads(text)
             # first, because another format may have another checksum
             if isinstance(facts, dict) and facts.get("format", FORMAT) != FORMAT:
-                raise Foreign(
+                raise Unusable(
                     f"{path} is of format {facts['format']!r}, this Esper reads format {FORMAT}",
                     "resume with the Esper that wrote it, or start a new run",
                 )
@@ -250,39 +243,39 @@ class Checkpoints:
         except (ValueError, RecursionError):
             whole = False
         if not whole:
-            raise Damaged(f"{path} is damaged, by its checksum")
+            raise Unusable(f"{path} is damaged, by its checksum")
         try:  # malformed facts raise many kinds of errors
             if facts["run"] != self.run:
-                raise Foreign(
+                raise Unusable(
                     f"{path} belongs to another run, or {CONFIG} was changed since",
                     f"restore the original {CONFIG}, or start a new run",
                 )
             if _name(facts["steps"]) != name:
-                raise Damaged(f"{path} is that of another checkpoint, of step {facts['steps']}")
+                raise Unusable(f"{path} is that of another checkpoint, of step {facts['steps']}")
             known = facts["files"][TENSORS]
             data = _content(folder / TENSORS, _LARGEST_TENSORS)
             if sha256_of(data) != known["sha256"]:
-                raise Damaged(f"{folder / TENSORS} is damaged, by its sha256")
+                raise Unusable(f"{folder / TENSORS} is damaged, by its sha256")
             return Checkpoint(facts["steps"], unflatten(load(data), facts["state"]))
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError, SafetensorError) as error:
-            raise Damaged(f"{path} and {TENSORS} beside it do not hold a checkpoint together ({error!r})") from None
+            raise Unusable(f"{path} and {TENSORS} beside it do not hold a checkpoint together ({error!r})") from None
 
 
 def _named(path: Path) -> tuple[str, str]:
-    """Return the folder that `latest` or `best` names, and the sha256 of its state.json. Damaged if the file is not valid."""
+    """Return the folder that `latest` or `best` names, and the sha256 of its state.json. Unusable if the file is not valid."""
     text = _content(path, _LARGEST_POINTER).decode("utf-8", "replace")
     said = re.fullmatch(rf"({_NAME.pattern}) ([0-9a-f]{{64}})\n", text)
     if said is None:
-        raise Damaged(f"{path} names no checkpoint")
+        raise Unusable(f"{path} names no checkpoint")
     return said[1], said[3]
 
 
 def _content(path: Path, largest: int) -> bytes:
-    """Return the content of a regular file, no link, of at most `largest` bytes. Raises Damaged otherwise."""
+    """Return the content of a regular file, no link, of at most `largest` bytes. Raises Unusable otherwise."""
     try:
         return read_kept(path, largest, "")
     except InputError as error:
-        raise Damaged(str(error).removesuffix("; ")) from None
+        raise Unusable(str(error).removesuffix("; ")) from None
 
 
 def _name(number: int) -> str:
