@@ -263,9 +263,9 @@ class LivePopulation:
         return _KeptNetwork(self, seeds)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return which seeds there are, and what the incubation has gathered."""
+        """Return what the incubation has gathered, and the twins."""
         twins = {name: None if twin is None else twin.state() for name, twin in self.twins.items()}
-        return {"live": {"seeds": self.planted(), "incubation": self.incubation.state(), "twins": twins}}
+        return {"live": {"incubation": self.incubation.state(), "twins": twins}}
 
     def load(self, tree: Mapping[str, Any], instance: Indices, episode: int) -> None:
         """Go on from what `snapshot` gave, once `rebuild` has planted the seeds."""
