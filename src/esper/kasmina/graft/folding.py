@@ -438,11 +438,7 @@ def _same_output(network: nn.Module, name: str, changes: Sequence[_Change], run:
         if is_out_of_memory(error) or not any(change.widens for change in changes):
             raise
         return False
-    pairs = [*zip(expected, found, strict=False), *zip(behind, folded, strict=False)]
-    if (len(expected), len(behind)) != (len(found), len(folded)):
-        return False
-    eps = max(_eps(each) for each in (changes[0].held, *expected, *behind))
-    if not all(same_values(one, other, eps) for one, other in pairs):
+    if not same_outputs([*expected, *behind], [*found, *folded], (changes[0].held, *expected, *behind)):
         return False
     lost, seed = (
         sum(float((one - other).double().square().sum()) for one, other in zip(behind, others, strict=False))
@@ -504,10 +500,9 @@ def same_outputs(expected: Sequence[Tensor], found: Sequence[Tensor], weights: I
 
     weights: of a part that computes in fewer digits, perhaps, which then count.
     """
-    least = max((torch.finfo(each.dtype).eps for each in weights if each.is_floating_point()), default=0.0)
+    least = max((_eps(each) for each in weights if each.is_floating_point()), default=0.0)
     return len(expected) == len(found) and all(
-        same_values(one, other, max(least, torch.finfo(one.dtype).eps))
-        for one, other in zip(expected, found, strict=True)
+        same_values(one, other, max(least, _eps(one))) for one, other in zip(expected, found, strict=True)
     )
 
 
