@@ -80,6 +80,7 @@ class Candidates:
         matrices = {id(weight) for weight in recording.weights.values() if weight.dim() >= 2}
         products = {node: factors(node) & matrices for node in order if PRODUCT.search(node.name())}
         self._nodes = set(order)
+        self._returned = {path: {edge.node for edge in self._edges(path) if edge is not None} for path in self._calls}
         self._readers: dict[Node, list[Node]] = {}
         for node in order:
             for each in before(node):
@@ -99,7 +100,7 @@ class Candidates:
         around = {each for each in (*known, *others) if any(each != path and _within(path, each) for path in others)}
         self._layers = [path for path in self._calls if path in {*known, *others} - around]
         self._inner = {path: [layer for layer in self._layers if _within(layer, path)] for path in self._calls}
-        ends = {call.edge.node for layer in self._layers for call in self._calls[layer] if call.edge is not None}
+        ends = set[Node]().union(*(self._returned[layer] for layer in self._layers))
         self._behind = set[Node]()  # nodes that reach the loss through a product with a parameter, or through a layer
         for node in reversed(order):
             if node in self._behind or node in ends or products.get(node):
@@ -147,10 +148,7 @@ class Candidates:
 
         With `same_shape`, return none unless two such members return the same shape.
         """
-        nodes = {
-            path: self._nodes & {call.edge.node for call in self._calls[path] if call.edge is not None}
-            for path in group
-        }
+        nodes = {path: self._nodes & self._returned[path] for path in group}
         under = {path: {*inputs_first(*(each for node in own for each in before(node)))} for path, own in nodes.items()}
         pairs = [
             (first, second)
@@ -231,10 +229,9 @@ class Candidates:
             return "does not run on the example"
         if not self._inner[path]:
             return "a normalisation alone" if "Norm" in self._kind(path) else "has no layer that multiplies by a weight"
-        nodes = [edge.node for edge in self._edges(path) if edge is not None]
-        if not nodes:
+        if not self._returned[path]:
             return "its output needs no gradient: torch.no_grad, a reentrant checkpoint, or no floating-point numbers"
-        if not any(node in self._nodes for node in nodes):
+        if not self._returned[path] & self._nodes:
             return "the loss does not depend on its output"
         if self._is_head(path) and self._widths(path) is None:
             return "a head: its output reaches the loss without another layer"
@@ -252,8 +249,8 @@ class Candidates:
 
     def _is_head(self, path: str) -> bool:
         """Return whether the output of a submodule reaches the loss without passing another layer."""
-        nodes = [edge.node for edge in self._edges(path) if edge is not None and edge.node in self._nodes]
-        return bool(nodes) and not any(node in self._behind for node in nodes)
+        nodes = self._returned[path] & self._nodes
+        return bool(nodes) and not nodes & self._behind
 
     def _without_gradient(self, paths: Collection[str]) -> list[str]:
         """Return the outputs that the gradient of the loss does not reach."""
@@ -366,7 +363,7 @@ class Candidates:
         first = self._pair(path) if len(self._calls[path]) == 1 else None
         if first is None:
             return None
-        writers = {edge.node for layer in self._fed_by(path)[0] for edge in self._edges(layer) if edge is not None}
+        writers = set[Node]().union(*(self._returned[layer] for layer in self._fed_by(path)[0]))
         source = self._calls[path][0].source
         assert source is not None, "a layer feeds it"
         waiting, between = [source.node], set[Node]()
