@@ -216,17 +216,18 @@ def example_of(folder: Path, topology: Mapping[str, Any], largest: int) -> Batch
     shapes = named_leaves(inputs)
     if sum(map(math.prod, shapes.values())) > largest:
         raise InputError(f"{folder / TOPOLOGY} is damaged at 'input': {topology['input']}; export the network again")
-    dtypes = _dtypes(topology)
-    made = [torch.zeros(2, *shape, dtype=dtype) for shape, dtype in zip(shapes.values(), dtypes, strict=True)]
+    pairs = zip(shapes.values(), _dtypes(topology).values(), strict=True)
+    made = [torch.zeros(2, *shape, dtype=dtype) for shape, dtype in pairs]
     if isinstance(inputs, dict):
         return dict(zip(inputs, made, strict=True))
     return tuple(made) if list(shapes) != ["x"] else made[0]
 
 
-def _dtypes(topology: Mapping[str, Any]) -> list[torch.dtype]:
+def _dtypes(topology: Mapping[str, Any]) -> dict[str, torch.dtype]:
+    """Return the dtype of each tensor of an example, by its name as in `named_leaves`."""
     example = topology["example"]
-    names = list(example.values()) if isinstance(example, dict) else example if isinstance(example, list) else [example]
-    return [getattr(torch, name) for name in names]
+    names = {"x": example} if isinstance(example, str) else named_leaves(example) if example else {}
+    return {name: getattr(torch, dtype) for name, dtype in names.items()}
 
 
 def _named(factory: object) -> Any:
@@ -391,12 +392,9 @@ def _widen(host: SegmentedHost, folder: Path, topology: Mapping[str, Any]) -> No
 def _interface(folder: Path, topology: Mapping[str, Any]) -> Interface:
     """Return what a saved network takes and returns; means and deviations are read later. InputError if entries do not fit."""
     inputs, shape, classes = topology["input"], topology["standardize"], topology["classes"]
-    shapes, example = shapes_from_json(inputs), topology["example"]
+    shapes, example, dtypes = shapes_from_json(inputs), topology["example"], _dtypes(topology)
     several = list(named_leaves(shapes)) != ["x"]
-    alike = example.keys() == inputs.keys() if isinstance(inputs, dict) and isinstance(example, dict) else not several
-    if isinstance(inputs, list) and several:
-        alike = isinstance(example, list) and len(example) == len(inputs)
-    if not alike or (not several and not isinstance(example, str)):
+    if named_leaves(shapes).keys() != dtypes.keys():
         raise InputError(
             f"{folder / TOPOLOGY} has examples of shape {inputs} and dtype {example}; export the network again"
         )
@@ -417,11 +415,13 @@ def _interface(folder: Path, topology: Mapping[str, Any]) -> Interface:
         None if size is None else Scaling(torch.zeros(size), torch.ones(size)) for size in (shape, restored)
     )
     classes, columns = (None if names is None else tuple(names) for names in (classes, topology["columns"]))
-    whole = tuple(None if dtype.is_floating_point else dtype for dtype in _dtypes(topology))
-    dtypes, preprocess = whole if any(whole) else None, None
+    whole = tuple(None if dtype.is_floating_point else dtype for dtype in dtypes.values())
+    preprocess = None
     if (before := topology.get("preprocess")) is not None:
         preprocess = preprocess_from_json(before, -1 if several else math.prod(inputs), str(folder / TOPOLOGY))
-    return Interface(shapes, scaling, classes, tuple(target), columns, target_scaling, dtypes, preprocess)
+    return Interface(
+        shapes, scaling, classes, tuple(target), columns, target_scaling, whole if any(whole) else None, preprocess
+    )
 
 
 def _check_tensors(path: Path, network: nn.Module) -> None:
