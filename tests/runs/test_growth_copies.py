@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import esper
 from esper.kasmina.blueprints import drawn_with
-from esper.kasmina.graft.beside import find_units
+from esper.kasmina.graft.copies import find_units
 from esper.kasmina.graft.find_sites import find_sites
 from esper.kasmina.graft.grafted import graft, planted_at
 from esper.kasmina.graft.grown import called_beside

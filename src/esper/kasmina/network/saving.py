@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from esper.kasmina.blueprints import drawn_with, get_blueprint
 from esper.kasmina.blueprints.functions import FUNCTIONS, NUMBERED, RELU, Pointwise
+from esper.kasmina.graft.copies import IN_BLOCK, copy_of_block, deeper, own_parameters, seed_of
 from esper.kasmina.graft.folding import widened
 from esper.kasmina.graft.grafted import acting, graft, holders, plant, trim, ungraft, with_own_files
 from esper.kasmina.graft.grown import CHILD, check_tensors, class_of, is_grafted, prefix_behind, shapes_of
 from esper.kasmina.graft.planted import Mode, Planted, Recipe
 from esper.kasmina.graft.sharding import gather, in_parts
-from esper.kasmina.graft.stacks import IN_BLOCK, copy_of_block, deeper, own_parameters, seed_of
 from esper.kasmina.graft.widening import resized
 from esper.leyline.config.parsing import parse_model
 from esper.leyline.errors import GrowthWarning, InputError, typed_line, warn

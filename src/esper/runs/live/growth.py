@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from esper.kasmina.blueprints import BLUEPRINTS, LIVE_BLUEPRINTS, Blueprint, drawn_with, get_blueprint
+from esper.kasmina.graft.copies import blocks_of_one_class, deeper, shifted, stack_of
 from esper.kasmina.graft.folding import is_layer, matrix, widened
 from esper.kasmina.graft.grafted import bank_at, graft, plant, planted_at, trim
 from esper.kasmina.graft.grown import Freeze, Frozen, check_tensors, is_grafted, sites_of
 from esper.kasmina.graft.sharding import check_sharding, fill, gather_on_cpu, in_parts, is_sharded, reshard
-from esper.kasmina.graft.stacks import blocks_of_one_class, deeper, shifted, stack_of
 from esper.kasmina.graft.widening import resized
 from esper.kasmina.network.saving import adapter_files, count_in_configs, folder_of, replace_folder, save_grown
 from esper.leyline.config.arguments import check_integer, is_number, known_as

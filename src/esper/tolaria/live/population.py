@@ -19,22 +19,25 @@ from torch.utils.hooks import RemovableHandle
 
 from esper.kasmina.blueprints import Blueprint, count, drawn_with
 from esper.kasmina.blueprints.functions import RELU, Pointwise
-from esper.kasmina.graft.beside import Units, find_units, join_units, narrow_copy
+from esper.kasmina.graft.copies import (
+    IN_BLOCK,
+    Units,
+    add_block,
+    copy_of_block,
+    find_blocks,
+    find_units,
+    join_units,
+    moved_site,
+    narrow_copy,
+    own_parameters,
+    seed_of,
+    stack_of,
+)
 from esper.kasmina.graft.folding import fold, functions_between, is_layer
 from esper.kasmina.graft.grafted import bank_at, holders, plant, planted_at, survey, undisturbed, uproot
 from esper.kasmina.graft.grown import CHILD, POINT, class_of, prefix_behind, root_of, sites_of, stream_of
 from esper.kasmina.graft.planted import Bank, Mode, Planted, Recipe, Seat
 from esper.kasmina.graft.sharding import fill, gather, is_sharded, placed, reshard, shard_like
-from esper.kasmina.graft.stacks import (
-    IN_BLOCK,
-    add_block,
-    copy_of_block,
-    find_blocks,
-    moved_site,
-    own_parameters,
-    seed_of,
-    stack_of,
-)
 from esper.kasmina.graft.widening import resized
 from esper.kasmina.lifecycle import Edits, dormant, doses, uprooted
 from esper.kasmina.stack.layout import HostTable

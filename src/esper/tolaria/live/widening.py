@@ -13,13 +13,13 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from esper.kasmina.blueprints import count
+from esper.kasmina.graft.copies import blocks_of_one_class, insert, silenced, stacks
 from esper.kasmina.graft.find_sites import Hidden, check_module, find_hidden
 from esper.kasmina.graft.grafted import copied, undisturbed
 from esper.kasmina.graft.grown import is_grafted
 from esper.kasmina.graft.multiplying import VARIANTS, WAYS, Multiplication, Way, trial
 from esper.kasmina.graft.recording import call, floats, learns, mapped, on_aliases, saved, undone_on_error
 from esper.kasmina.graft.sharding import is_sharded
-from esper.kasmina.graft.stacks import blocks_of_one_class, insert, silenced, stacks
 from esper.kasmina.graft.widening import Outputs, additions, append_tried, axes_of, width_of
 from esper.leyline.config.arguments import check_integer, is_number
 from esper.leyline.errors import GrowthWarning, InputError, in_words, is_out_of_memory, typed_line, warn
