@@ -22,7 +22,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import esper
-from esper.kasmina.graft.cut import CutHost
+from esper.kasmina.host import CutHost
 from esper.leyline.intervals import t_interval
 
 WIDTHS = ("64-4-32-10", "64-32-4-32-10", "64-8-16-10")

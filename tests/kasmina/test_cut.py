@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import esper
-from esper.kasmina.graft.cut import CutHost
+from esper.kasmina.host import CutHost
 from esper.leyline.errors import InputError
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 

@@ -13,8 +13,7 @@ from torch import nn
 import esper
 from bodies import empty, planted_body, set_seed
 from esper.kasmina.blueprints import drawn_with
-from esper.kasmina.graft.cut import CutHost
-from esper.kasmina.host import steps_of
+from esper.kasmina.host import CutHost, steps_of
 from esper.kasmina.lifecycle import doses
 from esper.kasmina.network.drawing import describe, draw
 from esper.kasmina.network.export import grown_network, load_network, read_topology, save_network

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from esper.kasmina.lifecycle import apply, copied, dormant, edits, emptied, legal, tick, transitions
-from esper.kasmina.stack.division import picked_body
+from esper.kasmina.stack.snapshot import picked_body
 from esper.kasmina.stack.widening import HiddenWidening
 from esper.leyline.config.tree import Config, EarlyStoppingConfig
 from esper.leyline.data.keys import Purpose, scalar

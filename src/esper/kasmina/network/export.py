@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from esper.kasmina.blueprints import count, drawn_with, get_blueprint
-from esper.kasmina.graft.cut import CutHost
 from esper.kasmina.graft.find_sites import Hidden
-from esper.kasmina.host import SegmentedHost, drawn_host
+from esper.kasmina.host import CutHost, SegmentedHost, drawn_host
 from esper.kasmina.network.grown_network import Graft, GrownNetwork, RegrownHost, as_host
 from esper.kasmina.network.saving import replace_folder
 from esper.kasmina.slot import Seed

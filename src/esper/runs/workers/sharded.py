@@ -22,8 +22,8 @@ from torch import nn
 from esper.kasmina.host import drawn_host, dtype_of
 from esper.kasmina.lifecycle import Edits, dormant, uprooted
 from esper.kasmina.network.export import grown_network
-from esper.kasmina.stack.division import joined_bodies, joined_snapshots, picked_body, picked_snapshot
 from esper.kasmina.stack.layout import HostTable
+from esper.kasmina.stack.snapshot import joined_bodies, joined_snapshots, picked_body, picked_snapshot
 from esper.leyline.config.tree import Config
 from esper.leyline.data.batches import picked
 from esper.leyline.data.task import AnyTask, Split, with_steps

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from esper.kasmina.blueprints import get_blueprint
-from esper.kasmina.graft.cut import CutHost
-from esper.kasmina.host import SegmentedHost, check_host, dtype_of
+from esper.kasmina.host import CutHost, SegmentedHost, check_host, dtype_of
 from esper.kasmina.network.grown_network import GrownNetwork, RegrownHost, lost_slots
 from esper.leyline.config.arguments import check_integer, known_as, required_arguments
 from esper.leyline.config.tree import build_config, merge_settings
