@@ -140,22 +140,7 @@ def traced(inputs: CompiledInputs, run: Callable[..., Sequence[Tensor]]) -> torc
     for node in graph.graph.nodes:
         node.meta.pop("val", None)  # tensors of a mode of their own, which the compiler does not mix with its own
         node.meta.pop("tensor_meta", None)
-    _products_of_transposes(graph)
     return graph
-
-
-def _products_of_transposes(graph: torch.fx.GraphModule) -> None:
-    """Rewrite (a b)^T as b^T a^T, which is contiguous: gradients of weights then need no strided copy."""
-    aten = torch.ops.aten
-    for node in list(graph.graph.nodes):
-        if node.target is not aten.transpose.int or node.args[0].target is not aten.bmm.default:
-            continue
-        if {axis % 3 for axis in node.args[1:]} == {1, 2}:
-            with graph.graph.inserting_before(node):
-                a, b = (graph.graph.call_function(aten.transpose.int, (x, 1, 2)) for x in node.args[0].args)
-                node.replace_all_uses_with(graph.graph.call_function(aten.bmm.default, (b, a)))
-    graph.graph.eliminate_dead_code()
-    graph.recompile()
 
 
 class ColumnRun(NamedTuple):
