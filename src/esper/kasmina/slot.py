@@ -95,7 +95,7 @@ class Straight(DifferentiableFunction):
 
     @staticmethod
     def forward(h: Tensor, change: Tensor, rows: Tensor | None) -> Tensor:
-        """Return h (E, B, D); change (n, B, D), and rows (n,) int64, the rows of h that the changes belong to; None for all."""
+        """Return h (E, B, D), to whose `rows` (n,) int64 the change (n, B, D) belongs; to all of them where `rows` is None."""
         return h.view_as(h)
 
     @staticmethod

@@ -508,7 +508,7 @@ def _without_growth(kind: type[nn.Module], grown: type[nn.Module]) -> type[nn.Mo
 
 
 def wire_between(source: Point, until: Point) -> Wire:
-    """Return the wire from a point, which holds within one call of the point `until`; one for each pair."""
+    """Return the wire that carries what one submodule is given, for as long as a call of another one (`until`) lasts."""
     for wire in source.records:
         if wire in until.bounds:
             return wire

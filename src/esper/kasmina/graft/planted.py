@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,11 +36,6 @@ class Recipe(NamedTuple):
 
 Run = Callable[[nn.Module, Tensor], Tensor]
 """Calls a block on a stream (B, ...), and returns what it adds."""
-
-
-def _run_arranged(run: Run, axes: tuple[int, ...], block: nn.Module, u: Tensor) -> Tensor:
-    """Call a block on a stream whose axes were put in the order of its kind."""
-    return arranged(run(block, restored(u, axes)), axes)
 
 
 _BLENDS = {blend.name: blend for blend in Blend}
@@ -126,7 +120,8 @@ class Planted(nn.Module):
 
         run: for a seed that is a copy of its submodule, calls it and returns what it adds.
         """
-        further = () if run is None else (partial(_run_arranged, run, self.axes),)
+        # a copy is called on a stream whose axes are in the order of its submodule
+        further = () if run is None else (lambda b, u: arranged(run(b, restored(u, self.axes)), self.axes),)
         stream, blend = STREAMS[self.kind], _BLENDS[self._blend]
         if self._mode == "on":
             read = u if self.attached else u.detach()

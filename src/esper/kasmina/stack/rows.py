@@ -126,15 +126,10 @@ def picked_columns(columns: dict[str, Tensor], rows: Indices) -> dict[str, Tenso
 
 
 class Columns:
-    """Holds what has a row axis.
+    """Keeps several tensors of N rows each, and writes all that belongs to a row at once: its weights, moments and buffers."""
 
-    Attributes:
-        columns (dict[str, Tensor]): (N, ...) by name
-        steps (Indices): (N,) how many optimizer steps each row has taken
-    """
-
-    columns: dict[str, Tensor]
-    steps: Indices
+    columns: dict[str, Tensor]  # (N, ...) by name
+    steps: Indices  # (N,) how many optimizer steps each row has taken
 
     @torch.no_grad()
     def put(self, rows: Indices, columns: dict[str, Tensor], steps: Indices) -> None:
