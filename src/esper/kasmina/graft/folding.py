@@ -155,26 +155,24 @@ def _difference(network: nn.Module, name: str, changes: Sequence[_Change], passe
     )
     if not passes:
         return other
-    runs = list[tuple[nn.Module, Tensor | None]]()
-    alike = set[nn.Module]()
+    order, given, alike = list[nn.Module](), dict[nn.Module, Tensor | None](), set[nn.Module]()
 
-    def enter(part: nn.Module, given: Any) -> None:
-        runs.append((part, next((x.clone() for x in floats(given)), None)))  # the module may work in place
+    def enter(part: nn.Module, args: Any) -> None:
+        order.append(part)
+        given[part] = next((x.clone() for x in floats(args)), None)  # the module may work in place
 
-    def leave(part: nn.Module, given: Any, output: Any) -> None:
-        x = next((x for other, x in reversed(runs) if other is part), None)
+    def leave(part: nn.Module, args: Any, output: Any) -> None:
+        x = given[part]
         if x is not None and isinstance(output, Tensor) and same_values(output, apply(function, x), _eps(output)):
             alike.add(part)
 
-    leaves = [part for part in network.modules() if not any(True for _ in part.children())]
     spanned = [network.get_submodule(path) for path in (site.around, site.after)]
     with ExitStack() as hooks, undisturbed(network):
-        for leaf in {*leaves, *spanned}:
-            hooks.enter_context(leaf.register_forward_pre_hook(enter))
-        for leaf in leaves:
-            hooks.enter_context(leaf.register_forward_hook(leave))
+        for part in network.modules():
+            if part in spanned or next(part.children(), None) is None:
+                hooks.enter_context(part.register_forward_pre_hook(enter))
+                hooks.enter_context(part.register_forward_hook(leave))
         passes[0](network)
-    order = [part for part, _ in runs]
     first, second = map(order.index, spanned)
     between = [part for part in order[first + 1 : second] if part not in alike and not isinstance(part, _ALIKE)]
     kinds = dict.fromkeys(type(part).__name__ for part in between)

@@ -43,18 +43,10 @@ class _SnapshotRows(Columns):
         return {"columns": columns, "steps": self.steps[envs]}
 
     def load_state(self, state: dict[str, Any], stack: Stack, envs: Indices) -> None:
-        columns = {}
-        for name, known in stack.columns.items():
-            if name == "gradient":
-                continue
-            given = state["columns"][name]
-            given = given.gathered() if isinstance(given, Picked) else given
-            if given.shape[1:] != known.shape[1:] or given.dtype != known.dtype:
-                raise ValueError(
-                    f"{name} of a snapshot is {tuple(given.shape)} {given.dtype}, where another was expected"
-                )
-            columns[name] = given.to(stack.device)
-        self.put(envs, columns, state["steps"])
+        """Restore what `state` returned, of rows of a stack whose own state is restored, and so is of the same module."""
+        columns = {name: state["columns"][name] for name in stack.columns if name != "gradient"}
+        whole = {name: each.gathered() if isinstance(each, Picked) else each for name, each in columns.items()}
+        self.put(envs, {name: each.to(stack.device) for name, each in whole.items()}, state["steps"])
 
 
 class Snapshot:
