@@ -46,16 +46,7 @@ from esper.kasmina.graft.multiplying import (
     whole_numbers,
 )
 from esper.kasmina.graft.planted import Bank, Mode, Planted, Recipe
-from esper.kasmina.graft.recording import (
-    call,
-    floats,
-    learns,
-    mapped,
-    recorded,
-    replaced,
-    results,
-    undone_on_error,
-)
+from esper.kasmina.graft.recording import call, floats, learns, mapped, recorded, replaced, results, undone_on_error
 from esper.kasmina.graft.widening import set_counts
 from esper.kasmina.slot import Seed
 from esper.leyline.errors import InputError, in_words
@@ -309,11 +300,12 @@ def stacks(model: nn.Module) -> dict[str, tuple[int, int]]:
             continue  # named blocks; those behind a new one would get other names
         kinds = [(class_of(each), shapes_of(each)) for each in part]
         places = [list(group) for _, group in groupby(range(len(kinds)), kinds.__getitem__)]
-        runs = [(at[0], at[-1] + 1) for at in places if kinds[at[0]][1]]
-        own = isinstance(part, nn.ModuleList)
-        runs = [
-            run for run in runs if run[1] - run[0] > 1 or own or not kinds[run[0]][0].__module__.startswith("torch.")
-        ]
+        runs = []
+        for at in places:
+            kind, shapes = kinds[at[0]]
+            counts = len(at) > 1 or isinstance(part, nn.ModuleList) or not kind.__module__.startswith("torch.")
+            if shapes and counts:
+                runs.append((at[0], at[-1] + 1))
         if runs:
             found[path] = max(runs, key=lambda run: (run[1] - run[0], run[0]))
     return found
@@ -676,9 +668,7 @@ def join_units(networks: Sequence[nn.Module], name: str, units: Units, passes: S
             undo()
             seeds_within = (path for path, part in host.named_modules() if isinstance(part, Planted) and path != CHILD)
             within = next((path for path in seeds_within if not path.startswith(f"{CHILD}.")), None)
-            return (
-                str(error)
-                if within is None
-                else f"the seed at {after}.{within.rpartition('.')[0]} is made for its widths"
-            )
+            if within is not None:
+                return f"the seed at {after}.{within.rpartition('.')[0]} is made for its widths"
+            return str(error)
     return None

@@ -647,9 +647,8 @@ def _effect(usual: Tensor, changed: Tensor, length: int) -> tuple[bool, bool]:
     if usual.shape != changed.shape:
         return True, True
     cut = usual.shape[1] * (length - 1) // length
-    moved = (usual.float() - changed.float()).abs().amax((0, 2)) > _NOISE * torch.finfo(
-        usual.dtype
-    ).eps * usual.abs().max()
+    rounding = _NOISE * torch.finfo(usual.dtype).eps * usual.abs().max()
+    moved = (usual.float() - changed.float()).abs().amax((0, 2)) > rounding
     return bool(moved[:cut].any()), bool(moved[cut:].any())
 
 

@@ -254,9 +254,8 @@ class Multiplication:
         shape = getattr(part, "normalized_shape", max(map(len, weights), default=0))
         size = shape if isinstance(shape, int) else shape[-1]
         node = self._flow.node(path)
-        return (
-            node is None or not self._inner.get(node, False) or size not in {each.size for each in self._heads.values()}
-        )
+        of_heads = node is not None and self._inner.get(node, False)
+        return not of_heads or size not in {each.size for each in self._heads.values()}
 
     def _find_streams(self, reads: Mapping[str, Reach]) -> set[tuple[str, bool]]:
         """Return the layers that read (True) or write (False) features over which something normalises."""
@@ -284,10 +283,8 @@ class Multiplication:
         check_own_weight(path, part)
         prefix, counts = _prefix(path), self.counts.setdefault(path, {})
         heads = self._heads.get(path)
-        into, out = (
-            Axis(1, reads=True, stream=(path, True) in self._streams),
-            Axis(0, stream=(path, False) in self._streams),
-        )
+        into = Axis(1, reads=True, stream=(path, True) in self._streams)
+        out = Axis(0, stream=(path, False) in self._streams)
         if heads and any(reach.layers.values()):
             into = into._replace(block=heads.size, first="first" in self._variant)
         elif heads:
@@ -343,11 +340,8 @@ class Multiplication:
                 into = None
         self._grow(f"{prefix}weight", into and into._replace(axis=reads), out and out._replace(axis=writes))
         self._grow(f"{prefix}bias", out)
-        counts |= {
-            name: getattr(part, name)
-            for name, own in zip(names, (out, into), strict=True)
-            if own and hasattr(part, name)
-        }
+        grown = [name for name, own in zip(names, (out, into), strict=True) if own and hasattr(part, name)]
+        counts |= {name: getattr(part, name) for name in grown}
 
     def _grow_recurrent(self, part: Any, path: str, into: Axis | None, out: Axis | None) -> None:
         if getattr(part, "proj_size", 0):
@@ -441,14 +435,12 @@ class Multiplication:
                 wanted = {heads.number for heads in self._heads.values()}
                 if over:  # of all heads together
                     wanted = set(shape)
-            axis = next(
-                (axis for axis in reversed(range(len(shape))) if shape[axis] in wanted and shape[axis] > 1), None
-            )
-            if axis is None:
+            along = [axis for axis, size in enumerate(shape) if size in wanted and size > 1]
+            if not along:
                 continue
             inner = self._inner[node] and not over
             block = self._head_size(node) if over else 1
-            self._grow(name, Axis(axis, block, stream=not inner, copied=inner), added=node not in factor)
+            self._grow(name, Axis(along[-1], block, stream=not inner, copied=inner), added=node not in factor)
             if isinstance(part := self._flow.parts[path], EMBEDDINGS):  # that holds it as a table
                 self.counts[path] = {"embedding_dim": int(part.embedding_dim)}
             if node in factor:
@@ -494,10 +486,8 @@ class Multiplication:
                         f"{first} is shared with another module, which reads or writes other features by it"
                     )
                 if one != two:
-                    reader = next(name for name, axes in ((first, one), (other, two)) if axes[0].reads).rpartition(".")[
-                        0
-                    ]
-                    norm, names = self._norm_before(reader), set[str]()
+                    reader = first if one[0].reads else other
+                    norm, names = self._norm_before(reader.rpartition(".")[0]), set[str]()
                     if norm is not None:
                         held = self._flow.parts[norm]._parameters
                         names = {_prefix(norm) + name for name, each in held.items() if each is not None}

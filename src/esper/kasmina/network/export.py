@@ -391,9 +391,9 @@ def _widen(host: SegmentedHost, folder: Path, topology: Mapping[str, Any]) -> No
 def _interface(folder: Path, topology: Mapping[str, Any]) -> Interface:
     """Return what a saved network takes and returns; means and deviations are read later. InputError if entries do not fit."""
     inputs, shape, classes = topology["input"], topology["standardize"], topology["classes"]
-    shapes, example, dtypes = shapes_from_json(inputs), topology["example"], _dtypes(topology)
+    shapes, example, known = shapes_from_json(inputs), topology["example"], _dtypes(topology)
     several = list(named_leaves(shapes)) != ["x"]
-    if named_leaves(shapes).keys() != dtypes.keys():
+    if named_leaves(shapes).keys() != known.keys():
         raise InputError(
             f"{folder / TOPOLOGY} has examples of shape {inputs} and dtype {example}; export the network again"
         )
@@ -414,13 +414,11 @@ def _interface(folder: Path, topology: Mapping[str, Any]) -> Interface:
         None if size is None else Scaling(torch.zeros(size), torch.ones(size)) for size in (shape, restored)
     )
     classes, columns = (None if names is None else tuple(names) for names in (classes, topology["columns"]))
-    whole = tuple(None if dtype.is_floating_point else dtype for dtype in dtypes.values())
-    preprocess = None
+    whole = tuple(None if dtype.is_floating_point else dtype for dtype in known.values())
+    dtypes, preprocess = whole if any(whole) else None, None
     if (before := topology.get("preprocess")) is not None:
         preprocess = preprocess_from_json(before, -1 if several else math.prod(inputs), str(folder / TOPOLOGY))
-    return Interface(
-        shapes, scaling, classes, tuple(target), columns, target_scaling, whole if any(whole) else None, preprocess
-    )
+    return Interface(shapes, scaling, classes, tuple(target), columns, target_scaling, dtypes, preprocess)
 
 
 def _check_tensors(path: Path, network: nn.Module) -> None:

@@ -125,10 +125,9 @@ def adapter_files(network: nn.Module, seeds: Mapping[str, Planted], sites: Itera
         for known, seed in zip(described, seeds.values(), strict=True)
         for part, tensor in seed.weights().items()
     }
-    whole = _SavedAdapter(format=ADAPTER_FORMAT, host=_host_digest(network, sites), seeds=described).model_dump(
-        mode="json"
-    )
-    files = {ADAPTER_WEIGHTS: save(tensors), ADAPTER: json.dumps(whole, indent=1).encode()}
+    whole = _SavedAdapter(format=ADAPTER_FORMAT, host=_host_digest(network, sites), seeds=described)
+    text = json.dumps(whole.model_dump(mode="json"), indent=1).encode()
+    files = {ADAPTER_WEIGHTS: save(tensors), ADAPTER: text}
     return {**files, SUMS: sums_of(files)}
 
 

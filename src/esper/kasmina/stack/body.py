@@ -326,12 +326,8 @@ class Body:
 
         That is where it is traced, computed again, or in another type, and for maps, as the layout of gradients chooses kernels.
         """
-        apart = (
-            self.by_row
-            or self.recomputed is not None
-            or self.host.traced
-            or any(s.kind == Kind.MAP for s in self.slots)
-        )
+        maps = any(slot.kind == Kind.MAP for slot in self.slots)
+        apart = maps or self.by_row or self.recomputed is not None or self.host.traced
         return None if apart or torch.is_autocast_enabled(self.device.type) else PassTape()
 
     @property

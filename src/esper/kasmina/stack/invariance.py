@@ -117,12 +117,7 @@ def _run(stack: Stack, modules: Sequence[nn.Module], h: Batch, part: str, start:
         pull = torch.linspace(-1, 1, y[0].numel(), dtype=y.dtype).view(1, *y.shape[1:])
         (y * pull).sum().backward()
     gradients = [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves(h)]
-    return [
-        y.detach(),
-        *gradients,
-        stack.columns["gradient"].clone(),
-        *(stack.columns[name].clone() for name in stack.buffers),
-    ]
+    return [y.detach(), *gradients, *(stack.columns[name].clone() for name in ("gradient", *stack.buffers))]
 
 
 @torch.no_grad()

@@ -90,10 +90,9 @@ class Layout:
             taps.append([width_read(slot, x, here) for x in (here, before, streams[0], inner)])
         host.train(training)
         widths = np.array(taps, np.int64).reshape(len(self.slots), 4)
-        fits = np.array(
-            [[entry.fits(slot.kind, causal=slot.causal) for entry in self.menu] for slot in self.slots], bool
-        )
-        return Widths(np.where(fits.reshape(len(taps), -1), widths[:, self.tap_of], 0), widths)
+        known = [entry.fits(slot.kind, causal=slot.causal) for slot in self.slots for entry in self.menu]
+        fits = np.array(known, bool).reshape(len(taps), -1)
+        return Widths(np.where(fits, widths[:, self.tap_of], 0), widths)
 
     def build(self, slot: int, blueprint: int, key: int, reads: int, writes: int) -> Seed:
         with drawn_with(key):
@@ -130,10 +129,8 @@ class HostTable:
     def added_params(self, seeds: Seeds, stages: frozenset[Stage] = ADDED) -> Indices:
         """Return (E,) the parameters of the seeds in the given stages; the gate counts for seeds that use it."""
         env, slot = np.nonzero(among(seeds.stage, stages))
-        added = self.absorbed.copy()
-        np.add.at(
-            added, env, self.price(env, slot, seeds.blueprint[env, slot].astype(np.int64), seeds.blend[env, slot])
-        )
+        added, blueprint = self.absorbed.copy(), seeds.blueprint[env, slot].astype(np.int64)
+        np.add.at(added, env, self.price(env, slot, blueprint, seeds.blend[env, slot]))
         return added
 
     def price(self, env: Indices, slot: Indices, blueprint: Indices, blend: NDArray[np.integer[Any]]) -> Indices:

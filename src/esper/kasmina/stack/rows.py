@@ -85,9 +85,8 @@ class ParameterPlace(NamedTuple):
 
     def flat(self, values: Tensor) -> Tensor:
         """Return this parameter of rows (n, *shape) as their columns (n, stop - start); the inverse of `of`."""
-        return (
-            (values.movedim(-3, -1) if len(self.shape) == 4 else values).flatten(1) if self.shape else values[:, None]
-        )
+        stored = values.movedim(-3, -1) if len(self.shape) == 4 else values
+        return stored.flatten(1) if self.shape else values[:, None]
 
 
 # A leaf is a view into a row of all parameters, and so is its gradient: torch remarks once that such a gradient is not

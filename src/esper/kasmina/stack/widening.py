@@ -211,9 +211,6 @@ def _padded(columns: dict[str, Tensor], old: Stack, new: Stack) -> dict[str, Ten
         else:
             made[name], pairs = column, []
         for target, source in pairs:
-            corner = (
-                slice(None),
-                *(slice(0, min(sizes)) for sizes in zip(target.shape[1:], source.shape[1:], strict=True)),
-            )
+            corner = (slice(None), *map(slice, map(min, target.shape[1:], source.shape[1:])))
             target[corner] = source[corner]
     return made
