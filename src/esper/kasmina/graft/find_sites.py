@@ -1,5 +1,6 @@
 """Find the places in a module where seeds can be planted, by one forward and one backward pass on an example."""
 
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -151,11 +152,9 @@ class Candidates:
         nodes = {path: self._nodes & self._returned[path] for path in group}
         under = {path: {*inputs_first(*(each for node in own for each in before(node)))} for path, own in nodes.items()}
         pairs = [
-            (first, second)
-            for first in group
-            for second in group
-            if (first == second or not (_within(first, second) or _within(second, first)))
-            and nodes[first] & under[second]
+            (one, two)
+            for one, two in itertools.product(group, repeat=2)
+            if (one == two or not (_within(one, two) or _within(two, one))) and nodes[one] & under[two]
         ]
         if same_shape and not any(self._calls[first][0].left == self._calls[second][0].left for first, second in pairs):
             return []
@@ -170,11 +169,9 @@ class Candidates:
         return any(
             _signature(self._modules[first]) == _signature(self._modules[second])
             and not _within(first, second)
-            and self._calls[second][0].source is not None
-            and self._calls[second][0].source == self._calls[first][-1].edge
-            for first in parts
-            for second in parts
-            if first != second
+            and (source := self._calls[second][0].source) is not None
+            and source == self._calls[first][-1].edge
+            for first, second in itertools.permutations(parts, 2)
         )
 
     def _inner_layers(self, blocks: Collection[str]) -> dict[str, str]:
@@ -530,12 +527,8 @@ class Candidates:
     def _told(self, path: str, rank: int, *, last: bool) -> list[str]:
         """Return the classes of layers inside that show where the features are: last, as of Linear, or second, as of Conv."""
         layers = (layer for layer in self._inner[path] if len(self._calls[layer][0].left or ()) == rank)
-        kinds = (
-            self._kind(layer)
-            for layer in layers
-            if (isinstance(self._modules[layer], nn.Linear) if last else self._convolves(layer))
-        )
-        return list(dict.fromkeys(kinds))
+        shows = (lambda layer: isinstance(self._modules[layer], nn.Linear)) if last else self._convolves
+        return list(dict.fromkeys(self._kind(layer) for layer in layers if shows(layer)))
 
     def _remarks(self, path: str) -> str:
         """Return what else the reason for a site says, as by what the axes of its stream were judged in another order."""

@@ -154,22 +154,12 @@ def grown_network(
         modules.append(_trim(seed, blend))
         around = slot.start if entry.tap == Tap.BEFORE and slot.start < slot.after else None
         grafts.append(Graft(slot.after, entry.tap, blend, alpha, slot.kind, entry.name, around))
-        grown.append(
-            {
-                "slot": slot.name,
-                "after": slot.after,
-                **({} if around is None else {"around": around}),
-                "blueprint": entry.name,
-                "blend": blend.name.lower(),
-                "alpha": alpha,
-                "reads": reads,
-                "writes": writes,
-            }
-        )
+        place = {"slot": slot.name, "after": slot.after} | ({} if around is None else {"around": around})
+        kind = {"blueprint": entry.name, "blend": blend.name.lower(), "alpha": alpha}
+        grown.append({**place, **kind, "reads": reads, "writes": writes})
     named = _named(factory)
     original = factory.original if isinstance(factory, RegrownHost) else named  # of the host without any seed
-    if widenings:  # it has other widths
-        original = None
+    original = None if widenings else original  # it has other widths
     network = GrownNetwork(host, modules, grafts, interface, original).to("cpu", body.dtype).eval()
     several = list(named_leaves(interface.inputs)) != ["x"] or (interface.classes is not None and interface.target)
     whole = interface.whole is not None and interface.scaling is None
@@ -198,14 +188,10 @@ def grown_network(
     if interface.preprocess is not None:
         topology["preprocess"] = interface.preprocess.model_dump(mode="json")
     if widenings:
-        topology["widened"] = [
-            {
-                "factor": each.factor,
-                "hidden": [{kind: sorted(paths) for kind, paths in hidden._asdict().items()} for hidden in each.hidden],
-                "slots": list(each.slots),
-            }
-            for each in widenings
-        ]
+        topology["widened"] = []
+        for each in widenings:
+            hidden = [{kind: sorted(paths) for kind, paths in own._asdict().items()} for own in each.hidden]
+            topology["widened"].append({"factor": each.factor, "hidden": hidden, "slots": list(each.slots)})
     return network, topology
 
 

@@ -210,14 +210,10 @@ def _ungrown(network: GrownNetwork) -> SegmentedHost:
     """Return the host that a network grew from, with its present weights, without any seed of this run or of earlier ones."""
     parts = [_flat(segment) for segment in network.segments]
     ends = np.cumsum([len(part) for part in parts])  # of each part, counted in segments of the first host
-    slots = [
-        replace(
-            slot,
-            after=int(ends[slot.after]) - 1,
-            around=None if slot.around is None else int(ends[slot.around]) - len(parts[slot.around]),
-        )
-        for slot in network.slots
-    ]
+    slots = []
+    for slot in network.slots:
+        around = None if slot.around is None else int(ends[slot.around]) - len(parts[slot.around])
+        slots.append(replace(slot, after=int(ends[slot.after]) - 1, around=around))
     host = SegmentedHost([segment for part in parts for segment in part], slots)
     host.stacks, host.draws = network.stacks, network.draws
     return host
@@ -242,13 +238,10 @@ def as_host(network: GrownNetwork) -> SegmentedHost:
     segments, grafted = [], set[int]()
     for group in groups:
         seeds = [seed for seed, graft in planted if graft.after in group]
-        grafts = [
-            graft._replace(
-                after=graft.after - group[0], around=None if graft.around is None else graft.around - group[0]
-            )
-            for _, graft in planted
-            if graft.after in group
-        ]
+        grafts = []
+        for graft in (graft for _, graft in planted if graft.after in group):
+            around = None if graft.around is None else graft.around - group[0]
+            grafts.append(graft._replace(after=graft.after - group[0], around=around))
         if len(group) == 1 and not seeds:
             segments.append(network.segments[group[0]])
         else:
