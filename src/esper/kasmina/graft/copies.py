@@ -567,13 +567,11 @@ def _candidates(alone: CopySeed, example: Any, last: Sequence[str]) -> Iterator[
         )
         if of == 0:
             raise InputError(_NO_UNITS)
-        counts = {
-            path.removeprefix("block").removeprefix("."): {
-                name: value for name, value in own_counts.items() if type(value) is int and value % of == 0
-            }
-            for path, own_counts in found.counts.items()
-            if ":" not in path
-        }
+        counts = dict[str, dict[str, int]]()
+        for path, own in found.counts.items():
+            if ":" not in path:
+                whole = {name: value for name, value in own.items() if type(value) is int and value % of == 0}
+                counts[path.removeprefix("block").removeprefix(".")] = whole
         read = {tensors[name].shape[each.axis] for name, own_axes in axes.items() for each in own_axes if each.reads}
         further = {path: dict(own) for path, own in counts.items()}
         # such as the width of a query where query, key and value are one layer

@@ -394,18 +394,14 @@ class Multiplication:
                 self._note_norm(path)
 
     def _note_norm(self, path: str) -> None:
-        self.normalising |= {
-            _prefix(path) + name
-            for name, own in self._flow.parts[path]._parameters.items()
-            if name != "bias" and own is not None
-        }
-        if _adds_one(self._flow.parts[path]):
+        part = self._flow.parts[path]
+        names = [name for name, own in part._parameters.items() if name != "bias" and own is not None]
+        self.normalising |= {_prefix(path) + name for name in names}
+        if _adds_one(part):
             self.offsets.add(f"{_prefix(path)}weight")
-        for where, holder in ((path, self._flow.parts[path]), *configs(self._flow.parts[""], "")):
-            small = {
-                name: own for name, own in vars(holder).items() if isinstance(own, float) and "eps" in name.lower()
-            }
-            if small:
+        for where, holder in ((path, part), *configs(self._flow.parts[""], "")):
+            floating = {name: own for name, own in vars(holder).items() if isinstance(own, float)}
+            if small := {name: own for name, own in floating.items() if "eps" in name.lower()}:
                 self.epsilons[where] = small
 
     def _grow_parameters(self) -> None:
@@ -511,13 +507,9 @@ class Multiplication:
             if norm in read:
                 read[norm].append(path)
         tied = {name for own in self._tied for name in own if len(own) > 1}
+        reading = [name for name, axes in self.axes.items() if any(each.reads and each.stream for each in axes)]
         for norm, paths in read.items():
-            names = [
-                name
-                for path in paths
-                for name, axes in self.axes.items()
-                if name.startswith(_prefix(path)) and any(each.reads and each.stream for each in axes)
-            ]
+            names = [name for path in paths for name in reading if name.startswith(_prefix(path))]
             recurrent = any(isinstance(self._flow.parts[path], RECURRENT) for path in paths)
             if len(names) == len(paths) > 0 and not recurrent and not tied & set(names):
                 own = {name for name in self.normalising if name.rpartition(".")[0] == norm}
