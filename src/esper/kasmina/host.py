@@ -507,14 +507,10 @@ class _Graph:
         ]
         modules = dict(self._module.named_modules())
         starts = [0, *(end + 1 for end in self._ends[:-1])]
-        self.layers = [
-            [
-                _Layer(str(node.target), modules[str(node.target)])
-                for node in self._nodes[start : end + 1]
-                if node.op == "call_module" and _is_layer(modules[str(node.target)])
-            ]
-            for start, end in zip(starts, self._ends, strict=True)
-        ]
+        self.layers = list[list[_Layer]]()
+        for start, end in zip(starts, self._ends, strict=True):
+            called = [str(node.target) for node in self._nodes[start : end + 1] if node.op == "call_module"]
+            self.layers.append([_Layer(path, modules[path]) for path in called if _is_layer(modules[path])])
 
     def segment(self, first: int, last: int) -> nn.Module:
         """Return the steps from `first` to `last`, both counted, as one module."""

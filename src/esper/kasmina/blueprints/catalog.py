@@ -49,21 +49,16 @@ class Blueprint:
     causal: bool = True  # False for a blueprint of sequences whose change at a position depends on later positions
     linear: bool = False  # whether the change is a linear map of what it reads
     again: bool = False  # whether it reads what the submodule of its site would add to the stream if it ran again
-    copies: Copies = (
-        ""  # where a copy of the submodule of its site runs, which gives its parameters; `build` makes none
-    )
+    # where a copy of the submodule of its site runs, which gives its parameters; `build` makes none
+    copies: Copies = ""
 
     @property
     def info(self) -> BlueprintInfo:
         """What a controller knows of it. The sensors are those of its tap, and of a linear map or of a hidden layer."""
         how = "linear" if self.linear and self.tap != Tap.INPUT else "relu"
         of = f"{self.tap}_{how}"
-        return BlueprintInfo(
-            self.name,
-            self.tap.value,
-            (f"heldout_{of}", f"explained_{of}", f"map_gradient_{self.tap}"),
-            self.copies == "behind",
-        )
+        sensors = f"heldout_{of}", f"explained_{of}", f"map_gradient_{self.tap}"
+        return BlueprintInfo(self.name, self.tap.value, sensors, self.copies == "behind")
 
     def built(self, reads: int, writes: int, function: Pointwise = RELU) -> nn.Module:
         """Build a seed; the one hidden layer of a bypass gets a function, that of the layers which it spans."""

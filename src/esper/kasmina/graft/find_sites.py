@@ -417,11 +417,8 @@ class Candidates:
         tried: whether what is found will be tried, so that everything passes that is not known to mix features (`_MIXES`).
         among: the submodules that are looked for in place of the layers.
         """
-        ends = {
-            calls[0].edge: other
-            for other in (self._layers if among is None else among)
-            if other != path and len(calls := self._calls[other]) == 1
-        }
+        others = [other for other in (self._layers if among is None else among) if other != path]
+        ends = {self._calls[other][0].edge: other for other in others if len(self._calls[other]) == 1}
         whole = (path for path in self._calls if self._keeps_features(path))
         through = {call.edge: call.source for each in whole for call in self._calls[each] if call.edge is not None}
         source = self._calls[path][0].source
@@ -729,10 +726,8 @@ class FoundSites(dict[str, Site]):
                 rows.append((source or "input", target, f"{read:,}", str(site.stream), unit, why))
             lines += ["further spans", *aligned(rows)]
         if self.left_out:
-            lines += [
-                "left out",
-                *(f"  {why}: {listed(paths, _SHOWN)}" for why, paths in _by_reason(self.left_out).items()),
-            ]
+            reasons = _by_reason(self.left_out).items()
+            lines += ["left out", *(f"  {why}: {listed(paths, _SHOWN)}" for why, paths in reasons)]
         return "\n".join([f"{counted(len(self), 'site')} in {self._network}", *lines])
 
 

@@ -539,11 +539,8 @@ class Frozen:
         """
         self.network = network
         matched = _matched(network, freeze)
-        self._before = [
-            (parameter, parameter.requires_grad)
-            for name, parameter in network.named_parameters(remove_duplicate=False)
-            if name in matched
-        ]
+        every = network.named_parameters(remove_duplicate=False)
+        self._before = [(parameter, parameter.requires_grad) for name, parameter in every if name in matched]
         for parameter, _ in self._before:
             parameter.requires_grad_(False)
             parameter.grad = None  # an optimizer moves every parameter that has a gradient

@@ -188,12 +188,9 @@ class Multiplication:
         self._external |= {node for path, reach in reads.items() if path not in fed for node in reach.nodes}
         self._streams = self._find_streams(reads)
         for path in sorted(flow.layers):
-            self._grow_layer(
-                path,
-                reads[path],
-                reading=path in fed and path not in self._read,
-                writing=path not in outer.layers.keys() | single and path not in self._written,
-            )
+            reading = path in fed and path not in self._read
+            writing = path not in outer.layers.keys() | single | self._written
+            self._grow_layer(path, reads[path], reading=reading, writing=writing)
         self._grow_norms()
         self._grow_parameters()
         tables: tuple[dict[str, Any], ...] = self.counts, self.axes
