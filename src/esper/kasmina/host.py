@@ -438,9 +438,8 @@ class CutHost:
             causal = False  # whether no position of the stream depends on later positions of x (B, L, ...)
             if slot.kind == Kind.SEQUENCE and changed is not None:
                 one, two = (first(each[slot.after + 1]) for each in (streams, changed))
-                causal = one.shape[1] == first(x).shape[1] and torch.allclose(
-                    one[:, :middle], two[:, :middle], atol=1e-6
-                )
+                same = torch.allclose(one[:, :middle], two[:, :middle], atol=1e-6)
+                causal = same and one.shape[1] == first(x).shape[1]
             slot = replace(slot, causal=causal)
             self._slots[index] = replace(slot, around=_around(slot, streams))
 

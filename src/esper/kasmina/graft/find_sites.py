@@ -261,9 +261,8 @@ class Candidates:
         except RuntimeError as error:  # raised by a node of the graph, such as a reentrant checkpoint
             if is_out_of_memory(error):
                 raise
-            mend = (
-                "checkpoints with use_reentrant=False" if "heckpoint" in str(error) else "a loss whose backward() runs"
-            )
+            again = "heckpoint" in str(error)
+            mend = "checkpoints with use_reentrant=False" if again else "a loss whose backward() runs"
             raise InputError(
                 f"the module cannot run backward on the example: {typed_line(error)}; use {mend}"
             ) from error

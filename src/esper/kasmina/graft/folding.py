@@ -298,13 +298,13 @@ def _wider_norms(
     like = changed[0].held.double()
     usual = [like.new_zeros(units)] * len(norms), [like.new_ones(units)] * len(norms)
     seen: list[list[Tensor]] = [[] for _ in norms]
+
+    def keep(own: list[Tensor], norm: nn.Module, given: Any) -> None:
+        own.append(given[0][:, -units:].transpose(0, 1).flatten(1).double())
+
     with ExitStack() as hooks, _folded(network, planted, [*changed, *widened_norms(*usual)]):
         for norm, own in zip(norms, seen, strict=True):
-            hooks.enter_context(
-                norm.register_forward_pre_hook(
-                    lambda _, given, own=own: own.append(given[0][:, -units:].transpose(0, 1).flatten(1).double())
-                )
-            )
+            hooks.enter_context(norm.register_forward_pre_hook(partial(keep, own)))
         try:
             for run in passes:
                 run(network)

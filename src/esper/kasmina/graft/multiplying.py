@@ -163,10 +163,9 @@ class Multiplication:
                 if widths and (another or flow.goes_on(node, type(part))):
                     flow.pass_along(path)
                     self.positions.add(path)
-        starts = {
-            path: [each for node in flow.order if flow.owner.get(node) == path for each in before(node)]
-            for path in flow.layers
-        }
+        starts = {path: list[Node]() for path in flow.layers}
+        for node, path in flow.owner.items():
+            starts[path] += before(node)
         reads = {path: flow.reach(nodes, path) for path, nodes in starts.items()}
         self._heads, single = self._find_heads(reads), self._find_single(reads)
         for path, reach in reads.items():

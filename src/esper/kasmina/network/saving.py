@@ -401,10 +401,9 @@ def _read_files(folder: Path, weights: str, description: str, what: str, wrote: 
 def _loaded(data: bytes, path: Path, again: str) -> dict[str, Tensor]:
     """Return the tensors of a file. InputError if it is damaged."""
     try:
-        tensors: dict[str, Tensor] = load(data)
+        return load(data)
     except SafetensorError as error:
         raise InputError(f"{path} is damaged: {error}; {again}") from None
-    return tensors
 
 
 def _described(network: nn.Module, seeds: Mapping[str, Planted]) -> list[_SavedSeed]:
