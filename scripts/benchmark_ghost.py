@@ -19,7 +19,7 @@ from machine import machine_line
 
 import esper
 from esper.leyline.config.tree import build_config
-from esper.tamiyo.rules.baselines import Never
+from esper.tamiyo.rules.base import Never
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.stacked import population
 

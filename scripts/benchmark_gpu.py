@@ -39,7 +39,7 @@ from esper.leyline.data.task import Split, Task
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.lifecycle.stages import LIVE, among
-from esper.tamiyo.rules.baselines import RandomValid
+from esper.tamiyo.rules.base import RandomValid
 from esper.tasks.catalog import get_task
 from esper.tasks.hosts.factories import CNN, MAP_MENU
 from esper.tasks.images import read_cifar10, standardizing

@@ -41,7 +41,7 @@ from esper.leyline.config.tree import Config, build_config
 from esper.leyline.data.task import Source, Task
 from esper.leyline.text import counted
 from esper.store.tensors import StateCopy
-from esper.tamiyo.rules.baselines import Never
+from esper.tamiyo.rules.base import Never
 from esper.tasks.hosts.factories import MLP, Transformer
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.runtime import Waits, describe_gpu

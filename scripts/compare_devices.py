@@ -18,7 +18,7 @@ from machine import machine
 from numpy.typing import NDArray
 
 from esper.leyline.config.tree import build_config
-from esper.tamiyo.rules.baselines import RandomValid
+from esper.tamiyo.rules.base import RandomValid
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine
 

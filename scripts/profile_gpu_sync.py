@@ -26,7 +26,7 @@ from torch.utils.data import TensorDataset
 import esper
 from esper.leyline.config.tree import Config, build_config
 from esper.leyline.data.task import Task
-from esper.tamiyo.rules.baselines import Never, RandomValid
+from esper.tamiyo.rules.base import Never, RandomValid
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.runtime import describe_gpu

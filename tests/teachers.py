@@ -6,7 +6,7 @@ from esper.leyline.lifecycle.actions import Actions, Head, Op
 from esper.leyline.lifecycle.masks import complete, defaults
 from esper.leyline.lifecycle.verdicts import Refusal
 from esper.tamiyo.policy.packages import INNER, indices
-from esper.tamiyo.rules.baselines import Rule
+from esper.tamiyo.rules.base import Rule
 
 
 class Everywhere(Rule):

@@ -15,7 +15,7 @@ PROGRAM = """
 import numpy as np
 
 import esper
-from esper.tamiyo.rules.baselines import RandomValid
+from esper.tamiyo.rules.base import RandomValid
 
 task = esper.get_task("iris")
 settings = {"envs": 2, "steps": 3, "probe": {"sensors_every": 1}}

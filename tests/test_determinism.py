@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from esper.store.tensors import flatten, unflatten
-from esper.tamiyo.rules.baselines import RandomValid
+from esper.tamiyo.rules.base import RandomValid
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine
 from populations import blobs, small_config

@@ -58,7 +58,7 @@ from esper.kasmina.graft.multiplying import WAYS, Way
 from esper.leyline.intervals import t_interval
 from esper.runs.live import anytime
 from esper.tolaria.live.missing import energy, read_sites, ridge, with_ones
-from esper.tolaria.live.widening import Widened
+from esper.tolaria.live.resize import Widened
 from esper_bench.public_sets import fashion_mnist, letter_recognition
 from esper_bench.records import save_record
 

@@ -29,7 +29,7 @@ from esper.leyline.data.task import AnyTask, Instance, Lengths, Mixture, Room, S
 from esper.leyline.lifecycle.masks import complete, defaults
 from esper.leyline.lifecycle.stages import Stage
 from esper.tamiyo.catalog import get_controller
-from esper.tamiyo.rules.baselines import Rule
+from esper.tamiyo.rules.base import Rule
 from esper.tasks.hosts.factories import MLP
 from esper.tasks.objectives import Classification
 from esper.tasks.spirals import spiral_points

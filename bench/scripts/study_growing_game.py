@@ -36,7 +36,7 @@ from esper.simic.client import Apprentice
 from esper.tamiyo.catalog import FOLDER, get_controller, with_sensors
 from esper.tamiyo.policy.actor import Learned
 from esper.tamiyo.policy.controller import Language, Policy, save_policy
-from esper.tamiyo.rules.baselines import Never
+from esper.tamiyo.rules.base import Never
 from esper.tolaria.engine import VectorizedEngine, play
 from esper_bench.controllers.widening import (
     Planned,

@@ -29,7 +29,7 @@ from esper.leyline.lifecycle.view import View
 from esper.leyline.protocols import Controller
 from esper.simic.rewards import objective
 from esper.tamiyo.catalog import get_controller, with_sensors
-from esper.tamiyo.rules.baselines import Never, RandomValid, Rule
+from esper.tamiyo.rules.base import Never, RandomValid, Rule
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine

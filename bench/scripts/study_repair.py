@@ -33,7 +33,7 @@ from esper.runs.evaluation.statistics import CONFIDENCE, DRAWS
 from esper.runs.folder.resume import Opening
 from esper.runs.train import train
 from esper.store.files import SUMMARY
-from esper.tamiyo.rules.baselines import Rule
+from esper.tamiyo.rules.base import Rule
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine

@@ -13,7 +13,7 @@ from esper.leyline.lifecycle.view import sensor
 from esper.leyline.protocols import Controller
 from esper.simic.rewards import total
 from esper.tamiyo.catalog import with_sensors
-from esper.tamiyo.rules.baselines import Never
+from esper.tamiyo.rules.base import Never
 from esper.tolaria.engine import Observer, Step, Until, VectorizedEngine, play
 from esper_bench.controllers.widening import Planned, WidenByExamples, WidenByGradient, WidenBySlope, WidenNarrow
 from esper_bench.growing import (

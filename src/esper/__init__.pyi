@@ -16,8 +16,8 @@ from esper.karn.comparison import compare as compare
 # Grow in your own training loop
 from esper.runs.live.growth import Growth as Growth
 from esper.runs.live.anytime import AnytimeGrowth as AnytimeGrowth
-from esper.tolaria.live.widening import widen as widen
-from esper.tolaria.live.widening import deepen as deepen
+from esper.tolaria.live.resize import widen as widen
+from esper.tolaria.live.resize import deepen as deepen
 from esper.runs.estimators import GrowingClassifier as GrowingClassifier
 from esper.runs.estimators import GrowingRegressor as GrowingRegressor
 from esper.runs.healing.heal import heal as heal

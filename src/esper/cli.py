@@ -18,7 +18,7 @@ from esper.commands.listing import blueprints, config, controller, docs, tasks
 from esper.commands.options import fail, say, spread_devices
 from esper.commands.running import grow, resume, train
 from esper.commands.viewing import compare, report, serve, watch
-from esper.karn.streams import lost_output, plug_closed_streams, steady_output
+from esper.karn.standard_output import lost_output, plug_closed_streams, steady_output
 from esper.leyline import errors
 from esper.leyline.distribution import DISTRIBUTION, installed_version, warn_of_conflict
 from esper.leyline.plugins import COMMANDS as PLUGIN_COMMANDS

@@ -16,7 +16,7 @@ from esper.leyline.intervals import mean_and_error
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Measurements, Seeds, View
 from esper.runs.grow import grow
-from esper.tamiyo.rules.baselines import Never
+from esper.tamiyo.rules.base import Never
 from populations import blobs, small_config
 
 SUMMARY = {

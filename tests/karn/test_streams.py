@@ -7,7 +7,7 @@ import os
 import pytest
 from rich.console import Console
 
-from esper.karn.streams import Steady, lost_output, steady, steady_output
+from esper.karn.standard_output import Steady, lost_output, steady, steady_output
 from esper.karn.terminal.console import print_summary
 from esper.karn.terminal.progress import Aside, Display
 from esper.store import disk as full_disk

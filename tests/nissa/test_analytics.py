@@ -10,7 +10,7 @@ from esper.karn.run_model import BlueprintAnalytics
 from esper.leyline.lifecycle.stages import Stage
 from esper.nissa.hub import Hub
 from esper.nissa.rows import DecisionRow, EpisodeRow, LifecycleRow, RollbackRow
-from esper.tamiyo.rules.baselines import RandomValid
+from esper.tamiyo.rules.base import RandomValid
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.journal import Journal
 from populations import Memory, blobs, small_config

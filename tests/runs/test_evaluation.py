@@ -17,7 +17,7 @@ from esper.runs.grow import grow
 from esper.runs.train import settings_of_policy
 from esper.store.files import to_json
 from esper.tamiyo.policy.controller import Language, Policy, save_policy
-from esper.tamiyo.rules.baselines import Never
+from esper.tamiyo.rules.base import Never
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from esper.tasks.catalog import get_task
 from esper.tasks.repair import repair

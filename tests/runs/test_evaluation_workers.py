@@ -20,7 +20,7 @@ from esper.runs.evaluation.contenders import Contender
 from esper.runs.evaluation.evaluation import run_evaluation
 from esper.runs.workers.workers import WorkerOptions, check_facts
 from esper.store.files import EVALUATION
-from esper.tamiyo.rules.baselines import Never
+from esper.tamiyo.rules.base import Never
 from esper.tasks.catalog import get_task
 
 SHORT = {

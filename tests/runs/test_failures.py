@@ -22,7 +22,7 @@ from esper.runs.train import train
 from esper.simic.rewards import get_reward
 from esper.store.checkpoint import Checkpoints
 from esper.store.lock import Lock
-from esper.tamiyo.rules.baselines import Never, RandomValid
+from esper.tamiyo.rules.base import Never, RandomValid
 from journals import events
 from populations import Lost, blobs, small_config, streamed
 

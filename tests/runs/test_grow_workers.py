@@ -29,7 +29,7 @@ from esper.runs.workers.workers import ALONE, TRIES, WorkerOptions, check_facts,
 from esper.store.files import CONFIG, MODELS, SUMMARY
 from esper.tamiyo.catalog import get_controller
 from esper.tamiyo.policy.controller import WEIGHTS
-from esper.tamiyo.rules.baselines import Never
+from esper.tamiyo.rules.base import Never
 from esper.tasks.catalog import get_task
 from esper.tasks.hosts.factories import MLP
 from esper.tolaria import runtime

@@ -11,7 +11,7 @@ from esper.leyline.data.keys import Purpose, scalar
 from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.slots import Site
 from esper.runs.live.growth import Growth
-from esper.tamiyo.rules.baselines import RandomValid
+from esper.tamiyo.rules.base import RandomValid
 from esper.tolaria.engine import VectorizedEngine
 from populations import Script, blobs, small_config
 from thinning import crossed

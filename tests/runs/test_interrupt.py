@@ -6,7 +6,7 @@ import pytest
 from esper.leyline.progress import Progress
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.grow import grow
-from esper.tamiyo.rules.baselines import Never
+from esper.tamiyo.rules.base import Never
 from populations import blobs, small_config
 
 

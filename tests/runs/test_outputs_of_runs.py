@@ -16,7 +16,7 @@ from esper.leyline.lifecycle.masks import complete, defaults
 from esper.nissa.events import encode, read_events
 from esper.nissa.hub import Guarded, Hub
 from esper.nissa.rows import PhasesRow, RoundRow, RunRow, StepRow
-from esper.tamiyo.rules.baselines import Rule
+from esper.tamiyo.rules.base import Rule
 from populations import Memory
 
 SETTINGS = {"envs": 2, "steps": 4, "models": "none", "baselines": []}

@@ -28,7 +28,7 @@ from esper.simic.rewards import (
     total,
     worth,
 )
-from esper.tamiyo.rules.baselines import Never, RandomValid
+from esper.tamiyo.rules.base import Never, RandomValid
 from esper.tolaria.engine import VectorizedEngine
 from populations import blobs, small_config
 

@@ -9,7 +9,7 @@ from faults.poison import poisoned
 from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.stages import IN_BUDGET, among
 from esper.simic.rewards import fees, get_reward, paid, total, worths
-from esper.tamiyo.rules.baselines import RandomValid
+from esper.tamiyo.rules.base import RandomValid
 from esper.tolaria.engine import VectorizedEngine
 from populations import blobs, small_config
 from thinning import thinned

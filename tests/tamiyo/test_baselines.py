@@ -4,7 +4,7 @@ import pytest
 from esper.leyline.lifecycle.actions import RELEVANT, Head, Op
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import take
-from esper.tamiyo.rules.baselines import Never, RandomValid
+from esper.tamiyo.rules.base import Never, RandomValid
 
 
 def test_never_waits(random_view):

@@ -9,7 +9,7 @@ from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.gates import judge
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Estimate
-from esper.tamiyo.rules.baselines import RandomValid
+from esper.tamiyo.rules.base import RandomValid
 from esper.tamiyo.rules.heuristic import Heuristic
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 

@@ -13,7 +13,7 @@ import esper
 from esper.leyline.data.task import SENSED
 from esper.leyline.errors import InputError, RunWarning, UserCodeError
 from esper.store.checkpoint import flatten, unflatten
-from esper.tamiyo.rules.baselines import RandomValid
+from esper.tamiyo.rules.base import RandomValid
 from esper.tasks.hosts.factories import MLP, Transformer
 from esper.tasks.own import examples as own_examples
 from esper.tasks.own.examples import HELD

@@ -13,7 +13,7 @@ from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.slots import SlotSpec
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
 from esper.leyline.lifecycle.streams import Kind
-from esper.tamiyo.rules.baselines import Never
+from esper.tamiyo.rules.base import Never
 from esper.tasks.hosts.factories import MLP, ResidualMLP, Transformer
 from esper.tasks.own.custom import task_from
 from esper.tolaria.engine import VectorizedEngine

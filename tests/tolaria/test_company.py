@@ -11,7 +11,7 @@ from esper.leyline.lifecycle.actions import Actions
 from esper.leyline.lifecycle.stages import ADDED, IN_BUDGET, Stage, among
 from esper.leyline.lifecycle.streams import Kind
 from esper.leyline.lifecycle.view import take
-from esper.tamiyo.rules.baselines import RandomValid
+from esper.tamiyo.rules.base import RandomValid
 from esper.tasks.repair import POOLS, SIZES, RepairSplit, describe, held_back, repair, sample
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.stacked.data import Format, stack_splits

@@ -26,7 +26,7 @@ from esper.nissa.rows import (
 )
 from esper.tamiyo.policy.actor import Learned
 from esper.tamiyo.policy.controller import Language, Policy
-from esper.tamiyo.rules.baselines import RandomValid
+from esper.tamiyo.rules.base import RandomValid
 from esper.tolaria.engine import Observer, VectorizedEngine
 from esper.tolaria.journal import Journal
 from esper.tolaria.measure.coalitions import attribute

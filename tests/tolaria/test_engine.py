@@ -14,7 +14,7 @@ from esper.leyline.lifecycle.stages import ADDED, Stage, among
 from esper.leyline.lifecycle.verdicts import Refusal
 from esper.nissa.rows import EpisodeRow, LifecycleRow, StepRow
 from esper.simic.rewards import objective
-from esper.tamiyo.rules.baselines import RandomValid
+from esper.tamiyo.rules.base import RandomValid
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.stacked.population import check_memory

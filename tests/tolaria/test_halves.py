@@ -8,7 +8,7 @@ import torch
 
 from esper.leyline.records import as_tree
 from esper.store.tensors import flatten
-from esper.tamiyo.rules.baselines import RandomValid
+from esper.tamiyo.rules.base import RandomValid
 from esper.tolaria.engine import VectorizedEngine
 from populations import blobs, small_config
 

@@ -14,7 +14,7 @@ from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.slots import SlotSpec
 from esper.leyline.lifecycle.streams import Kind, Map, Vector
 from esper.store.tensors import flatten, unflatten
-from esper.tamiyo.rules.baselines import RandomValid
+from esper.tamiyo.rules.base import RandomValid
 from esper.tasks.hosts.factories import CNN
 from esper.tasks.own.custom import task_from
 from esper.tolaria.engine import VectorizedEngine

@@ -13,7 +13,7 @@ from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import take
 from esper.store.tensors import flatten, unflatten
-from esper.tamiyo.rules.baselines import RandomValid
+from esper.tamiyo.rules.base import RandomValid
 from esper.tasks.hosts.factories import DamagedMLP
 from esper.tasks.objectives import Classification
 from esper.tolaria.engine import VectorizedEngine

@@ -5,7 +5,7 @@ import pytest
 
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Actions
-from esper.tamiyo.rules.baselines import Never, RandomValid
+from esper.tamiyo.rules.base import Never, RandomValid
 from esper.tolaria.engine import Observer, Until, VectorizedEngine, decide, planted, play
 from populations import blobs, small_config
 

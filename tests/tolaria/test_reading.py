@@ -25,7 +25,7 @@ from esper.leyline.errors import InputError, RunWarning, UserCodeError
 from esper.leyline.protocols import Proposed
 from esper.nissa.rows import PhasesRow
 from esper.store.tensors import flatten, unflatten
-from esper.tamiyo.rules.baselines import RandomValid
+from esper.tamiyo.rules.base import RandomValid
 from esper.tasks.hosts.factories import MLP, Transformer
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.runtime import Waits

@@ -8,7 +8,7 @@ from esper.simic.client import SimicClient
 from esper.simic.ppo import PPO
 from esper.simic.rewards import get_reward
 from esper.tamiyo.policy.controller import Language, Policy
-from esper.tamiyo.rules.baselines import RandomValid
+from esper.tamiyo.rules.base import RandomValid
 from esper.tamiyo.rules.heuristic import Heuristic
 from esper.tasks.repair import repair
 from esper.tolaria.engine import VectorizedEngine

@@ -10,7 +10,7 @@ from esper.kasmina.stack.tape import PassTape
 from esper.leyline.config.tree import build_config
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.stages import IN_BUDGET, among
-from esper.tamiyo.rules.baselines import RandomValid
+from esper.tamiyo.rules.base import RandomValid
 from esper.tasks.catalog import get_task
 from esper.tasks.objectives import MANY, Classification, Regression
 from esper.tolaria.engine import VectorizedEngine, play

@@ -17,7 +17,7 @@ from esper.leyline.lifecycle.stages import IN_BUDGET
 from esper.leyline.lifecycle.view import Outcome, take
 from esper.simic.rewards import get_reward, total
 from esper.tamiyo.catalog import find_controller, get_controller, with_sensors
-from esper.tamiyo.rules.baselines import RandomValid
+from esper.tamiyo.rules.base import RandomValid
 from esper.tolaria.engine import Observer, Step, Until, VectorizedEngine, play
 from esper_bench.controllers.placement import Placement
 from esper_bench.controllers.plans import NONE

@@ -11,7 +11,7 @@ from esper.runs.evaluation.contenders import Contender, named, trainings
 from esper.runs.evaluation.evaluation import Design, Runner, run_evaluation
 from esper.runs.evaluation.statistics import interval, mean, mean_difference
 from esper.store.files import to_json
-from esper.tamiyo.rules.baselines import Never
+from esper.tamiyo.rules.base import Never
 from esper.tasks.catalog import get_task
 from esper.tasks.repair import repair
 from esper_bench.controllers.plans import UNIFORM, choices_of

@@ -14,7 +14,7 @@ from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.verdicts import Refusal
 from esper.leyline.lifecycle.view import View
 from esper.leyline.protocols import Controller
-from esper.tamiyo.rules.baselines import Never
+from esper.tamiyo.rules.base import Never
 from esper.tolaria.engine import Observer, Step, VectorizedEngine, play
 from esper_bench.controllers.placement import Uniform
 from esper_bench.controllers.regrow import Regrow

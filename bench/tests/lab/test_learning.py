@@ -8,7 +8,7 @@ from esper.simic.ppo import PPO
 from esper.simic.rewards import get_reward
 from esper.tamiyo.policy.actor import Learned
 from esper.tamiyo.policy.controller import Language, Policy
-from esper.tamiyo.rules.baselines import RandomValid
+from esper.tamiyo.rules.base import RandomValid
 from esper_bench.lab.optimum import solve
 from esper_bench.lab.sandbox import CHAIN, GROWTH, Blindfolded, Sandbox, arms, bandit, blindfolded, play
 

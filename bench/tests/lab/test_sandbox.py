@@ -9,7 +9,7 @@ from esper.leyline.lifecycle.masks import allowed
 from esper.leyline.lifecycle.stages import ADDED, IN_BUDGET, LIVE, Stage, among
 from esper.leyline.lifecycle.view import Measurements, take
 from esper.simic.rewards import delta, total
-from esper.tamiyo.rules.baselines import Never, RandomValid
+from esper.tamiyo.rules.base import Never, RandomValid
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.measure.coalitions import attribute
 from esper.tolaria.measure.sensors import SENSORS

@@ -34,7 +34,7 @@ from esper.leyline.text import counted
 from esper.runs.figures import test_splits
 from esper.runs.workers.sharded import ShardedEngine
 from esper.runs.workers.workers import ShardPool
-from esper.tamiyo.rules.baselines import Never
+from esper.tamiyo.rules.base import Never
 from esper.tolaria.engine import TaskEngine, Until, VectorizedEngine, play
 
 Keys = NDArray[np.int64]

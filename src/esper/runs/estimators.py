@@ -25,7 +25,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.text import counted
 from esper.runs.live.anytime import AnytimeGrowth
 from esper.runs.live.knee import Knee, find_knee, shortest
-from esper.tolaria.live.widening import check_free, check_learning, widen
+from esper.tolaria.live.resize import check_free, check_learning, widen
 
 LOOK = 50
 """Steps of the optimizer between two looks at the examples that are held back."""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from esper.kasmina.blueprints import count, drawn_with
 from esper.kasmina.network.grown_network import RegrownHost
-from esper.kasmina.stack.widening import wider_hosts
+from esper.kasmina.stack.wider_rows import wider_hosts
 from esper.leyline.config.tree import Config
 from esper.leyline.data.objective import objective_of
 from esper.leyline.data.task import AnyTask, Instance, Mixture, Split, Task, nonfinite

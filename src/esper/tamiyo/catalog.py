@@ -17,7 +17,7 @@ from esper.leyline.text import did_you_mean
 from esper.store.disk import find_folder, read_named
 from esper.tamiyo.policy.actor import Learned
 from esper.tamiyo.policy.controller import FACTS, WEIGHTS, load_policy, read_facts
-from esper.tamiyo.rules.baselines import Never, RandomValid
+from esper.tamiyo.rules.base import Never, RandomValid
 from esper.tamiyo.rules.heuristic import Heuristic
 from esper.tamiyo.rules.schedule import load_schedule
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from esper.kasmina.lifecycle import apply, copied, dormant, edits, emptied, legal, tick, transitions
 from esper.kasmina.stack.snapshot import picked_body
-from esper.kasmina.stack.widening import HiddenWidening
+from esper.kasmina.stack.wider_rows import HiddenWidening
 from esper.leyline.config.tree import Config, EarlyStoppingConfig
 from esper.leyline.data.keys import Purpose, scalar
 from esper.leyline.data.objective import objective_of, selection_score

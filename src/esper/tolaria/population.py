@@ -18,7 +18,7 @@ from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.lifecycle import Edits
 from esper.kasmina.stack.layout import HostTable
 from esper.kasmina.stack.plan import Branches
-from esper.kasmina.stack.widening import HiddenWidening
+from esper.kasmina.stack.wider_rows import HiddenWidening
 from esper.leyline.config.tree import Config, GrowthConfig
 from esper.leyline.data.task import AnyTask, Split
 from esper.leyline.lifecycle.view import Bools, Floats, Seeds, Space
@@ -114,7 +114,7 @@ class Population(Protocol):
         """The waits of training for batches to be read; None where all examples are in memory."""
 
     @property
-    def fresh(self) -> Sequence[Indices]:
+    def set_aside(self) -> Sequence[Indices]:
         """For each row, digests of the examples that are set aside for `gates.certify`; empty where there are none."""
 
     def begin(self, instance: Indices, episode: int) -> None:

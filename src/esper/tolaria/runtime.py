@@ -194,7 +194,7 @@ LOWER = {
 """The settings that the memory of a phase grows with, by phase."""
 
 
-class HostMoment:
+class CpuMoment:
     """Marks a moment in the work of the process, which is past when it is made, as `torch.cuda.Event` does one of a GPU."""
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ class HostMoment:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, end_event: "HostMoment") -> float:
+    def elapsed_time(self, end_event: "CpuMoment") -> float:
         return (end_event.time - self.time) * 1e3
 
 
@@ -236,7 +236,7 @@ class PhaseTimer:
     def moment(self) -> Any:
         """Return the end of the work that the device was given until now."""
         if self._device.type != "cuda":
-            return HostMoment()
+            return CpuMoment()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event

@@ -12,7 +12,7 @@ from esper.leyline.lifecycle.gates import judge
 from esper.leyline.lifecycle.masks import complete, defaults, only_wait
 from esper.leyline.lifecycle.view import Bools, Outcome, View, choose
 from esper.tamiyo.policy.packages import indices
-from esper.tamiyo.rules.baselines import Rule
+from esper.tamiyo.rules.base import Rule
 from esper.tamiyo.rules.heuristic import Heuristic, progress_of, relative_metric
 from esper_bench.controllers.placement import Picks, Placement
 from esper_bench.controllers.plans import SKIP, Plan, stream_slots

@@ -12,7 +12,7 @@ from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.verdicts import Refusal
 from esper.leyline.lifecycle.view import Bools, Floats, View
 from esper.tamiyo.policy.packages import indices, inner_slots
-from esper.tamiyo.rules.baselines import Rule
+from esper.tamiyo.rules.base import Rule
 from esper_bench.controllers.plans import RANKS
 
 SHARE = 0.5

@@ -15,7 +15,7 @@ from esper.leyline.lifecycle.masks import complete, defaults
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
 from esper.leyline.lifecycle.verdicts import Refusal
 from esper.leyline.lifecycle.view import Bools, Floats, View, sensor
-from esper.tamiyo.rules.baselines import Rule
+from esper.tamiyo.rules.base import Rule
 from esper_bench.controllers.placement import ONCE
 
 

@@ -15,7 +15,7 @@ from esper.leyline.lifecycle.view import Outcome, Space, View, take
 from esper.leyline.protocols import Controller
 from esper.runs.evaluation.contenders import Contender
 from esper.tamiyo.policy.packages import indices
-from esper.tamiyo.rules.baselines import Rule
+from esper.tamiyo.rules.base import Rule
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from esper.tolaria.engine import VectorizedEngine
 from esper_bench.controllers.placement import Fixed

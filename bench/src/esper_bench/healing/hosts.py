@@ -19,8 +19,7 @@ from torch import Tensor
 
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.host import SegmentedHost
-from esper.kasmina.stack.rows import Mapping as RowMapping
-from esper.kasmina.stack.rows import Stack
+from esper.kasmina.stack.rows import RowMapping, Stack
 from esper.leyline.data import keys
 from esper.leyline.data.task import Split, one_tensor
 from esper.leyline.errors import InputError

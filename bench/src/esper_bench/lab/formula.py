@@ -61,7 +61,7 @@ class FormulaPopulation:
         self.environment = row_environments(config, ghost=False)
         self.label = f"{counted(rows, 'row')} of {process.name}"
         self.host_params = np.full(rows, HOST_PARAMS)
-        self.fresh = [np.zeros(0, np.int64)] * rows  # formulas have no examples
+        self.set_aside = [np.zeros(0, np.int64)] * rows  # formulas have no examples
         self.step = 0  # training steps in the episode
         self.space = Space(
             slots=process.slots,

@@ -13,7 +13,7 @@ from esper.leyline.lifecycle.masks import allowed_of, every_decision
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Floats, Scores, Seeds, Space, View, take
 from esper.simic.rewards import total, worth
-from esper.tamiyo.rules.baselines import Rule
+from esper.tamiyo.rules.base import Rule
 from esper.tolaria.measure.measuring import measure, unmeasured
 from esper_bench.lab.formula import FormulaPopulation
 from esper_bench.lab.sandbox import Sandbox

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColu
 from rich.progress import Progress as RichProgress
 from rich.table import Column
 
-from esper.karn.streams import steady
+from esper.karn.standard_output import steady
 from esper.karn.terminal.console import print_lines
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.stages import Stage

@@ -47,7 +47,7 @@ from esper.kasmina.graft.multiplying import (
 )
 from esper.kasmina.graft.planted import Bank, Mode, Planted, Recipe
 from esper.kasmina.graft.recording import call, floats, learns, mapped, recorded, replaced, results, undone_on_error
-from esper.kasmina.graft.widening import set_counts
+from esper.kasmina.graft.units import set_counts
 from esper.kasmina.slot import Seed
 from esper.leyline.errors import InputError, in_words
 from esper.leyline.lifecycle.actions import Blend

@@ -27,7 +27,7 @@ from esper.kasmina.network.grown_network import Graft, GrownNetwork, RegrownHost
 from esper.kasmina.network.saving import replace_folder
 from esper.kasmina.slot import Seed
 from esper.kasmina.stack.body import Body
-from esper.kasmina.stack.widening import HiddenWidening, wider_hosts
+from esper.kasmina.stack.wider_rows import HiddenWidening, wider_hosts
 from esper.leyline.config.parsing import parse_model
 from esper.leyline.data.batches import (
     Batch,

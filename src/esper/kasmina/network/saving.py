@@ -26,7 +26,7 @@ from esper.kasmina.graft.grafted import acting, graft, holders, plant, trim, ung
 from esper.kasmina.graft.grown import CHILD, check_tensors, class_of, is_grafted, prefix_behind, shapes_of
 from esper.kasmina.graft.planted import Mode, Planted, Recipe
 from esper.kasmina.graft.sharding import gather, in_parts
-from esper.kasmina.graft.widening import resized
+from esper.kasmina.graft.units import resized
 from esper.leyline.config.parsing import parse_model
 from esper.leyline.errors import GrowthWarning, InputError, typed_line, warn
 from esper.leyline.lifecycle.actions import Blend

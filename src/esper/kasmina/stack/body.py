@@ -23,7 +23,7 @@ from esper.kasmina.slot import Seed
 from esper.kasmina.stack.layout import TAPS, HostTable, Layout
 from esper.kasmina.stack.plan import Branches, Indices, Join, Route, SeedCall
 from esper.kasmina.stack.rows import (
-    Mapping,
+    RowMapping,
     Rows,
     Stack,
     channels_last,
@@ -82,7 +82,7 @@ class Body:
         rows: int,
         example: Batch,
         *,
-        mapping: Mapping = "auto",
+        mapping: RowMapping = "auto",
         isolated: bool = False,
         moments: Sequence[str] = (),
         device: torch.device | str = "cpu",
@@ -375,7 +375,7 @@ class Body:
     ) -> tuple[SeedCall, ...]:
         """Plan the forms that run at a slot, over rows of a pass whose environments are `envs` (n,) and doses `dose` (n,)."""
 
-        def column(values: NDArray[np.generic]) -> Tensor:  # (n,) numbers of the host as (n, 1, ...) on the device
+        def column(values: NDArray[np.generic]) -> Tensor:  # (n,) numbers on the CPU as (n, 1, ...) on the device
             return self.layout.streams[slot].column(self._send(values))
 
         calls = []
@@ -432,7 +432,7 @@ class Body:
         return self._steps[sites]
 
 
-def runs_by_row(host: SegmentedHost, device: torch.device, mapping: Mapping, *, compiled: bool) -> bool:
+def runs_by_row(host: SegmentedHost, device: torch.device, mapping: RowMapping, *, compiled: bool) -> bool:
     """Return whether the rows of a population run one after another, each by itself, and not all at once.
 
     So run hosts with convolutions, and large ones (`APART`) unless passes may be compiled, on a CPU. The numbers of a row then

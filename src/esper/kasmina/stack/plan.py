@@ -50,7 +50,7 @@ class SeedCall(NamedTuple):
     straight: bool  # whether the seeds incubate behind the host in the pass itself (`kasmina.slot.Straight`)
     rows: slice | Indices  # rows of the stack: a run of them, or (n,) rows to gather
     where: Tensor | None  # (n,) rows of the pass; None if they are all of them, in order
-    places: Indices  # (n,) the same on the host
+    places: Indices  # (n,) the same on the CPU
     reads: tuple[Tensor, ...]  # for every tap but the first, a bool column: the rows that read it
     alpha: Tensor | None  # None if it is 1 in every row
     blend: Tensor | None  # None if every row is ADD
@@ -74,7 +74,7 @@ class Route(NamedTuple):
     branch: tuple[tuple[SeedCall, ...], ...] = ()  # by slot: calls for branches; empty without branches
     joins: tuple[Join, ...] = ()  # by segment; empty without branches
     origin: Tensor | None = None  # (X,) the row of the pass that each branch leaves
-    owners: Indices = np.zeros(0, np.int64)  # (X,) the same on the host
+    owners: Indices = np.zeros(0, np.int64)  # (X,) the same on the CPU
 
 
 def plan_of(tree: object) -> Hashable:

@@ -93,7 +93,7 @@ class ParameterPlace(NamedTuple):
 # contiguous. The optimizer gains more from one contiguous tensor of all gradients than backward loses.
 warnings.filterwarnings("ignore", message="grad and param do not obey the gradient layout contract")
 
-Mapping = Literal["auto", "vmap", "loop"]
+RowMapping = Literal["auto", "vmap", "loop"]
 Way = Literal["direct", "vmap", "loop"]
 Rows = slice | Indices | Tensor
 """Rows of a stack that a call runs: a slice is a view, indices gather. A compiled pass has them in a tensor (n,) int64."""
@@ -169,7 +169,7 @@ class Stack(Columns):
         module: nn.Module,
         capacity: int,
         *,
-        mapping: Mapping = "auto",
+        mapping: RowMapping = "auto",
         moments: Sequence[str] = (),
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,

@@ -16,7 +16,7 @@ from esper.kasmina.lifecycle import edits, uprooted
 from esper.kasmina.stack.body import Body
 from esper.kasmina.stack.plan import Indices
 from esper.kasmina.stack.rows import Columns, Stack, picked_columns
-from esper.kasmina.stack.widening import BodyWidening
+from esper.kasmina.stack.wider_rows import BodyWidening
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Bools, Seeds, choose
 from esper.store.tensors import Picked

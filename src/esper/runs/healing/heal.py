@@ -34,7 +34,7 @@ from esper.runs.healing import training
 from esper.runs.healing.healed import Healed, HealingSeed
 from esper.runs.healing.training import Case, LowRankAdapter, TrainedNetwork
 from esper.runs.live.growth import Growth
-from esper.tamiyo.rules.baselines import Rule
+from esper.tamiyo.rules.base import Rule
 from esper.tolaria.live.probe import Loss
 from esper.tolaria.measure.sensors import participation_ratio
 

@@ -37,7 +37,7 @@ from esper.tolaria.live.groups import placed_moments
 from esper.tolaria.live.population import total
 from esper.tolaria.live.probe import Batches, Loss, Probe
 from esper.tolaria.live.ranks import Ranks
-from esper.tolaria.live.widening import check_growable, follow, optimizers_of, warn_left, widen
+from esper.tolaria.live.resize import check_growable, follow, optimizers_of, warn_left, widen
 
 Cost = Literal["parameters", "seconds"]
 M = TypeVar("M", bound=nn.Module)

@@ -20,7 +20,7 @@ from esper.kasmina.graft.folding import is_layer, matrix, widened
 from esper.kasmina.graft.grafted import bank_at, graft, plant, planted_at, trim
 from esper.kasmina.graft.grown import Freeze, Frozen, check_tensors, is_grafted, sites_of
 from esper.kasmina.graft.sharding import check_sharding, fill, gather_on_cpu, in_parts, is_sharded, reshard
-from esper.kasmina.graft.widening import resized
+from esper.kasmina.graft.units import resized
 from esper.kasmina.network.saving import adapter_files, count_in_configs, folder_of, replace_folder, save_grown
 from esper.leyline.config.arguments import check_integer, is_number, known_as
 from esper.leyline.config.tree import Config, GrowthConfig, build_growth_config, merge_settings
@@ -46,7 +46,7 @@ from esper.tolaria.live.groups import Groups, unwrapped
 from esper.tolaria.live.population import GrowthMode, LivePopulation
 from esper.tolaria.live.probe import Batches, Loss, Probe, examples_in
 from esper.tolaria.live.ranks import Ranks, processes
-from esper.tolaria.live.widening import check_learning
+from esper.tolaria.live.resize import check_learning
 
 LISTED = 500
 """Seeds that a summary lists as planted, kept or removed: a training without an end would make its saved state ever larger."""

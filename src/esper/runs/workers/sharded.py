@@ -342,7 +342,7 @@ class ShardedPopulation:
         self.space = space_of(self.config, menu, slots=slots, fits=fits, heads=heads, **of_rows)
         self._scaled, self.reads = bool(parts[0]["scaled"]), bool(parts[0]["reads"])
         fresh = [[part["fresh"][of] for of in part["fresh_of"]] for part in parts]
-        self.fresh = [fresh[at][row] for at, row in zip(self._owner.tolist(), self._place.tolist(), strict=True)]
+        self.set_aside = [fresh[at][row] for at, row in zip(self._owner.tolist(), self._place.tolist(), strict=True)]
 
     def _trained(self, parts: Sequence[Any]) -> TrainedFigures:
         norms = None
@@ -431,7 +431,7 @@ class Shard:
     def survey(self) -> Tree:
         """Return the constants of the rows, and their fresh examples."""
         population = self._population
-        space, fresh = population.space, {id(each): each for each in population.fresh}
+        space, fresh = population.space, {id(each): each for each in population.set_aside}
         of_rows = ("cost", "width", "number", "instance", "floor", "ceiling", "frozen")
         return {
             "table": population.table.state(),
@@ -440,7 +440,7 @@ class Shard:
             "scaled": population.scaler is not None,
             "reads": population.waits is not None,
             "fresh": list(fresh.values()),
-            "fresh_of": [list(fresh).index(id(each)) for each in population.fresh],
+            "fresh_of": [list(fresh).index(id(each)) for each in population.set_aside],
         }
 
     def keeper(self, slots: int) -> None:

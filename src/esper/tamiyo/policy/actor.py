@@ -17,7 +17,7 @@ from esper.tamiyo.policy.controller import Policy
 from esper.tamiyo.policy.network import GREEDY, SampledDecision, decide, full_precision
 from esper.tamiyo.policy.observation import History, Observation, observe
 from esper.tamiyo.policy.packages import Opened, package_costs, unpacked, with_packages
-from esper.tamiyo.rules.baselines import Rule, draws
+from esper.tamiyo.rules.base import Rule, draws
 
 
 class ActorOutput(NamedTuple):

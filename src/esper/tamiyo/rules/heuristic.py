@@ -15,7 +15,7 @@ from esper.leyline.lifecycle.masks import complete, defaults
 from esper.leyline.lifecycle.stages import ADDED, IN_BUDGET, MeantNumber, Stage, among
 from esper.leyline.lifecycle.view import MISSING, Bools, Floats, Outcome, Space, View, sensor
 from esper.leyline.text import nothing_planted
-from esper.tamiyo.rules.baselines import Rule
+from esper.tamiyo.rules.base import Rule
 
 DEAD = 0.02
 """Relative participation below which the inner features of a segment count as dead."""

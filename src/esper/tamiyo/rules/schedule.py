@@ -24,7 +24,7 @@ from esper.leyline.lifecycle.stages import IN_BUDGET, MeantNumber, Stage, among
 from esper.leyline.lifecycle.view import Bools, Outcome, Space, View
 from esper.leyline.text import counted
 from esper.store.disk import read_named
-from esper.tamiyo.rules.baselines import Rule
+from esper.tamiyo.rules.base import Rule
 
 
 class EntryObstacle(MeantNumber):

@@ -38,7 +38,7 @@ from esper.kasmina.graft.grafted import bank_at, holders, plant, planted_at, sur
 from esper.kasmina.graft.grown import CHILD, POINT, class_of, prefix_behind, root_of, sites_of, stream_of
 from esper.kasmina.graft.planted import Bank, Mode, Planted, Recipe, Seat
 from esper.kasmina.graft.sharding import fill, gather, is_sharded, placed, reshard, shard_like
-from esper.kasmina.graft.widening import resized
+from esper.kasmina.graft.units import resized
 from esper.kasmina.lifecycle import Edits, dormant, doses, uprooted
 from esper.kasmina.stack.layout import HostTable
 from esper.leyline.config.tree import GrowthConfig
@@ -54,7 +54,7 @@ from esper.tolaria.live.incubation import Incubation
 from esper.tolaria.live.missing import missing, read_sites
 from esper.tolaria.live.probe import Probe, examples_in
 from esper.tolaria.live.ranks import Ranks
-from esper.tolaria.live.widening import follow
+from esper.tolaria.live.resize import follow
 from esper.tolaria.measure.sensors import participation_ratio
 from esper.tolaria.population import Figures, Indices, Keeper, ProbeRequest, TrainedFigures, space_of
 from esper.tolaria.runtime import read_packet
@@ -109,7 +109,7 @@ class LivePopulation:
             probe.settle(network)
         reshard(network)
         self.host_params = np.array([count(network)])
-        self.fresh = [np.zeros(0, np.int64)]  # the loop's data are its own
+        self.set_aside = [np.zeros(0, np.int64)]  # the loop's data are its own
         self.absorbed_seeds = 0  # seeds that are units of layers by now; `table` has what they added
         # Attributes of a person's modules that count units which narrow copies added to, before and now, by path and name.
         self.counts: dict[str, dict[str, tuple[int, int]]] = {}

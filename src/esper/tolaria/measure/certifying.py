@@ -197,7 +197,7 @@ class Certifier:
         self.own = GatesConfig(**{**config.gates.model_dump(), "certify": None})  # the gate without its certificate
         self.null, share = _null(config.gates), config.gates.certify_share
         self.scale = math.sqrt(share / (1 - share))  # of a standard error, from the probe to the fresh examples
-        fewest, needed = min(map(len, population.fresh)), math.ceil(-math.log2(self.alpha * MOST))
+        fewest, needed = min(map(len, population.set_aside)), math.ceil(-math.log2(self.alpha * MOST))
         if fewest < needed:
             raise InputError(
                 f"gates.certify {self.alpha:g} needs {needed} fresh examples or more, and the population ({population.label}) "
@@ -206,7 +206,7 @@ class Certifier:
             )
         self.known: dict[int, int] = {}
         slots = len(population.space.slots)
-        self.state = Certificates.none(np.zeros(len(population.fresh), np.int64), slots, self.alpha)
+        self.state = Certificates.none(np.zeros(len(population.set_aside), np.int64), slots, self.alpha)
         self.state = self.state._replace(budget=np.zeros(0))  # `_share` adds the budgets
         self._share()
         self.instance = population.space.instance
@@ -259,7 +259,7 @@ class Certifier:
     def _share(self) -> None:
         """Find the budget of every row: one for all rows with an example in common, and a new one for examples that are new."""
         group, budget = self.state.group.copy(), self.state.budget.copy()
-        rows = self.population.fresh
+        rows = self.population.set_aside
         for fresh in {id(each): each for each in rows}.values():  # rows of one problem have one array
             examples = fresh.tolist()
             shared = sorted({self.known[example] for example in examples if example in self.known})

@@ -24,7 +24,7 @@ from esper.kasmina.stack.layout import BEFORE, HERE
 from esper.kasmina.stack.plan import Branches, Indices, Route
 from esper.kasmina.stack.rows import stacks_directly
 from esper.kasmina.stack.snapshot import Snapshot
-from esper.kasmina.stack.widening import BodyWidening, HiddenWidening, plan_widenings, wider_hosts
+from esper.kasmina.stack.wider_rows import BodyWidening, HiddenWidening, plan_widenings, wider_hosts
 from esper.leyline.config.tree import SENSOR_FAMILIES, Config
 from esper.leyline.data.batches import Batch, leaves, map_leaves, named_leaves, on_cpu, picked
 from esper.leyline.data.duplicates import example_digests
@@ -339,7 +339,7 @@ class StackedPopulation:
     def probe(self, seeds: Seeds, asked: ProbeRequest) -> Figures:
         body, objective = self.body, self.objective
         probed = probe(body, seeds, self.data.probe, objective, asked.branches, signs=True)
-        sensors = validation = grown = None
+        sensors = validation = looked = None
         if asked.sensors:
             families = self.config.probe.sensors or SENSOR_FAMILIES
             if self._taught is None and "drift" in families:  # computed once for the instances of the rows
@@ -351,9 +351,9 @@ class StackedPopulation:
             validation = self._final(seeds, self.data.validation)
         if asked.look is not None:
             assert self.data.fresh is not None, "fresh examples are set aside for `gates.certify`"
-            grown = compared(body, seeds, asked.look, self.data.fresh, objective, self.config.gates)
+            looked = compared(body, seeds, asked.look, self.data.fresh, objective, self.config.gates)
         finite = self.feed.finite() if asked.finite else None
-        beside = {"sensors": sensors, "finite": finite, "validation": validation, "compared": grown}
+        beside = {"sensors": sensors, "finite": finite, "validation": validation, "compared": looked}
         found = read_packet({**probed, **beside, "trained": self._trained if asked.trained else None})
         if found["finite"] is not None:
             found["finite"] = found["finite"] > 0
@@ -463,7 +463,7 @@ class StackedPopulation:
     def _load(self, instance: Indices) -> None:
         self._taught = None
         self.data = ResidentData(self.task, self.config, instance, self.device, self._dtype)
-        self.feed, self.fresh = self.data.feed, self.data.set_aside
+        self.feed, self.set_aside = self.data.feed, self.data.set_aside
 
     def _set_widths(self, widened: int) -> None:
         """Make an empty body for hosts that were widened so many times."""

@@ -20,7 +20,7 @@ from esper.kasmina.graft.grown import is_grafted
 from esper.kasmina.graft.multiplying import VARIANTS, WAYS, Multiplication, Way, trial
 from esper.kasmina.graft.recording import call, floats, learns, mapped, on_aliases, saved, undone_on_error
 from esper.kasmina.graft.sharding import is_sharded
-from esper.kasmina.graft.widening import Outputs, additions, append_tried, axes_of, width_of
+from esper.kasmina.graft.units import Outputs, additions, append_tried, axes_of, width_of
 from esper.leyline.config.arguments import check_integer, is_number
 from esper.leyline.errors import GrowthWarning, InputError, in_words, is_out_of_memory, typed_line, warn
 from esper.leyline.text import counted, did_you_mean, kind_of

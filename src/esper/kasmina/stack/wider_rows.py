@@ -13,7 +13,7 @@ from esper.kasmina.blueprints import Blueprint, drawn_with
 from esper.kasmina.graft.find_sites import Hidden, find_hidden
 from esper.kasmina.graft.grafted import undisturbed
 from esper.kasmina.graft.recording import saved, undone_on_error
-from esper.kasmina.graft.widening import Outputs, additions, append, append_tried, width_of
+from esper.kasmina.graft.units import Outputs, additions, append, append_tried, width_of
 from esper.kasmina.host import SegmentedHost, drawn_host
 from esper.kasmina.stack.body import Body
 from esper.kasmina.stack.layout import HERE, Layout
