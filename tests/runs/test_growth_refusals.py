@@ -432,3 +432,15 @@ def test_bad_schedulers_are_refused_by_name():
         grow(model, optimizer, scheduler=own)
     with pytest.raises(InputError, match="a learning rate scheduler that Growth was not given"):
         grow(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    "options", [{"controller": "heurstic"}, {"budget": 1e-6}, {"scaler": 1}, {"probe": [(torch.ones(2, 4), "y")]}]
+)
+def test_a_growth_that_is_refused_leaves_the_model_as_it_was(options):
+    model = host()
+    before = {name: (type(part), dict(part._forward_hooks)) for name, part in model.named_modules()}
+    with pytest.raises(InputError):
+        grow(model, freeze="host", **options)
+    assert {name: (type(part), dict(part._forward_hooks)) for name, part in model.named_modules()} == before
+    assert all(parameter.requires_grad for parameter in model.parameters())

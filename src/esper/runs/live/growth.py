@@ -5,6 +5,7 @@ import math
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from esper.kasmina.blueprints import BLUEPRINTS, LIVE_BLUEPRINTS, Blueprint, drawn_with, get_blueprint
 from esper.kasmina.graft.copies import blocks_of_one_class, deeper, shifted, stack_of
 from esper.kasmina.graft.folding import is_layer, matrix, widened
-from esper.kasmina.graft.grafted import bank_at, graft, plant, planted_at, trim
+from esper.kasmina.graft.grafted import bank_at, graft, plant, planted_at, trim, ungraft
 from esper.kasmina.graft.grown import Freeze, Frozen, check_tensors, is_grafted, sites_of
 from esper.kasmina.graft.sharding import check_sharding, fill, gather_on_cpu, in_parts, is_sharded, reshard
 from esper.kasmina.graft.units import resized
@@ -103,7 +104,8 @@ class Growth:
         model = growth.finish()
 
     Call `step` after every step of the optimizer; no seed learns without one. Once in `every` calls it measures the network on
-    the probe, asks the controller, and plants, blends, keeps or removes seeds. Until a seed blends, the host's outputs,
+    the probe, asks the controller, and plants, blends, keeps or removes seeds. The constructor makes the first decision, whose
+    seed learns from the next one on. Until a seed blends, the host's outputs,
     gradients and buffers are bit for bit what they are without it.
 
     Once no seed is under way and none can be planted any more, as the budget is spent, nothing is measured or decided any more;
@@ -228,76 +230,82 @@ class Growth:
             )
         share = float(budget)
         groups = Groups(optimizer, scheduler, network)
-        if not is_grafted(network):
-            narrow = "narrow-copy" in ((settings or {}).get("blueprints") or ())
-            graft(network, "parts" if narrow else "auto", example=measured.first)
-        sites = sites_of(network)
-        config = _growth_config(sites, share, self.every, steps, seed, settings or {})
-        self.controller = find_controller(controller).make(config)
-        config = _with_sensors(config, self.controller)
-        averages = [] if ema is None else [Average(ema, network)]
-        if config.lifecycle.absorb and any(entry.copies == "behind" for entry in growth_menu(sites, config)):
-            raise InputError(
-                "settings sets lifecycle.absorb, by which layers of a block become wider, and the blueprint 'block', whose seeds "
-                "are copies of it as it was; leave one of them out"
-            )
-        several = shared or sharded or wrapper is not None or (mode == "reserve" and processes() > 1)
-        ranks = Ranks(several, sharded=sharded, wrapper=wrapper)
-        batches = ranks.from_each(len(measured.batches())) if ranks.together else []
-        if len(set(batches)) > 1:  # processes that measure together would wait for each other
-            raise InputError(
-                f"probe has {', '.join(map(str, batches))} batches in the processes, which run the model together; give each as "
-                "many"
-            )
-        menu = growth_menu(sites, config)
-        population = LivePopulation(network, averages, groups, measured, menu, config, ranks)
-        population.space = _within_budget(population, budget)
-        if mode == "reserve":
-            if twice := next((entry.name for entry in menu if entry.again or entry.copies), None):
+        with ExitStack() as undo:  # a model that is refused is as it was
+            if not is_grafted(network):
+                narrow = "narrow-copy" in ((settings or {}).get("blueprints") or ())
+                graft(network, "parts" if narrow else "auto", example=measured.first)
+                undo.callback(ungraft, network)
+            sites = sites_of(network)
+            config = _growth_config(sites, share, self.every, steps, seed, settings or {})
+            self.controller = find_controller(controller).make(config)
+            config = _with_sensors(config, self.controller)
+            averages = [] if ema is None else [Average(ema, network)]
+            if config.lifecycle.absorb and any(entry.copies == "behind" for entry in growth_menu(sites, config)):
                 raise InputError(
-                    f"mode='reserve' runs all that can be planted in every pass, and {twice!r} would run each block twice; leave "
-                    "it out of blueprints, or give mode='live'"
+                    "settings sets lifecycle.absorb, by which layers of a block become wider, and the blueprint 'block', whose seeds "
+                    "are copies of it as it was; leave one of them out"
                 )
-            population.reserve(population.space.fits)
-        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-            raise InputError(f"scaler is {kind_of(scaler)}; give the torch.amp.GradScaler of the loop, or None")
-        population.incubation.scale = None if scaler is None else scaler.scale
-        if wrapper is not None and freeze != "none" and not wrapper.find_unused_parameters:
-            raise InputError(
-                f"freeze={freeze!r} takes gradients away for which DistributedDataParallel waits; make it with "
-                "find_unused_parameters=True"
+            several = shared or sharded or wrapper is not None or (mode == "reserve" and processes() > 1)
+            ranks = Ranks(several, sharded=sharded, wrapper=wrapper)
+            batches = ranks.from_each(len(measured.batches())) if ranks.together else []
+            if len(set(batches)) > 1:  # processes that measure together would wait for each other
+                raise InputError(
+                    f"probe has {', '.join(map(str, batches))} batches in the processes, which run the model together; give each as "
+                    "many"
+                )
+            menu = growth_menu(sites, config)
+            population = LivePopulation(network, averages, groups, measured, menu, config, ranks)
+            population.space = _within_budget(population, budget)
+            if mode == "reserve":
+                if twice := next((entry.name for entry in menu if entry.again or entry.copies), None):
+                    raise InputError(
+                        f"mode='reserve' runs all that can be planted in every pass, and {twice!r} would run each block twice; leave "
+                        "it out of blueprints, or give mode='live'"
+                    )
+                population.reserve(population.space.fits)
+            if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+                raise InputError(f"scaler is {kind_of(scaler)}; give the torch.amp.GradScaler of the loop, or None")
+            population.incubation.scale = None if scaler is None else scaler.scale
+            if wrapper is not None and freeze != "none" and not wrapper.find_unused_parameters:
+                raise InputError(
+                    f"freeze={freeze!r} takes gradients away for which DistributedDataParallel waits; make it with "
+                    "find_unused_parameters=True"
+                )
+            self.frozen = Frozen(network, freeze)
+            undo.callback(self.frozen.release)
+            self._budgets, self._steps = {"budget_passes": budget_passes, "budget_seconds": budget_seconds}, steps
+            self._loop_passes = 0
+            # Decisions at which growing had taken its share, by the limit.
+            self._overspent_at = dict.fromkeys(self._budgets, 0)
+            # What is taken from this object's own steps, seconds of growing and seconds of the rest to get those of the run; below 0
+            # by what the run had taken before its state was loaded.
+            self._outside = 0, 0.0, 0.0
+            arguments = {
+                "budget": share,
+                **self._budgets,
+                "freeze": freeze,
+                "every": self.every,
+                "steps": steps,
+                "seed": seed,
+                "mode": mode,
+            }
+            self._made_with = ranks.from_first(
+                growth_state.made_with(population, (controller, self.controller), config, arguments)
             )
-        self.frozen = Frozen(network, freeze)
-        self._budgets, self._steps = {"budget_passes": budget_passes, "budget_seconds": budget_seconds}, steps
-        self._loop_passes = 0
-        # Decisions at which growing had taken its share, by the limit.
-        self._overspent_at = dict.fromkeys(self._budgets, 0)
-        # What is taken from this object's own steps, seconds of growing and seconds of the rest to get those of the run; below 0
-        # by what the run had taken before its state was loaded.
-        self._outside = 0, 0.0, 0.0
-        arguments = {
-            "budget": share,
-            **self._budgets,
-            "freeze": freeze,
-            "every": self.every,
-            "steps": steps,
-            "seed": seed,
-            "mode": mode,
-        }
-        self._made_with = ranks.from_first(
-            growth_state.made_with(population, (controller, self.controller), config, arguments)
-        )
-        self.engine = Engine(population, config)
-        self.engine.reset()
-        self.engine.seed_history.most = LISTED
-        self.attempts = Attempts.none(1)
-        self._scaler, self._scale, self._first_loss = scaler, _scale_of(scaler), math.nan
-        self.overlap: Overlap | None = Overlap(measured.batches())  # of the probe with what the loop trains on
-        self._stopped: tuple[int, str] | None = None  # since which step nothing can happen any more, and why
-        # On the probe at the last decisions, each with the step behind which it was measured.
-        self._losses = [(0, float(self.engine.state.scores.loss[0]))]
-        self._findings: dict[str, str] = {}  # what is amiss in the loop as of the last decision: sentences by subject
-        self._decide(self.engine.view())
+            self.engine = Engine(population, config)
+            self.engine.reset()
+            self.engine.seed_history.most = LISTED
+            self.attempts = Attempts.none(1)
+            self._scaler, self._scale, self._first_loss = scaler, _scale_of(scaler), math.nan
+            self.overlap: Overlap | None = Overlap(measured.batches())  # of the probe with what the loop trains on
+            self._stopped: tuple[int, str] | None = None  # since which step nothing can happen any more, and why
+            # On the probe at the last decisions, each with the step behind which it was measured.
+            self._losses = [(0, float(self.engine.state.scores.loss[0]))]
+            self._findings: dict[
+                str, str
+            ] = {}  # what is amiss in the loop as of the last decision: sentences by subject
+            self._decide(self.engine.view())
+            undo.pop_all()
         self._setup = time.perf_counter() - self._made - sum(self.engine.timer.seconds.values())
         _UNFINISHED.add(self)
 
@@ -369,8 +377,8 @@ class Growth:
         (`widened`), as far as this was not done when it was kept; the config of a model of transformers follows.
         Both are done in the model and in its moving average, if the outputs of both on the probe stay the same, to rounding.
         A seed of the blueprint 'block' becomes a member of its stack (`deepened`), on the same condition.
-        Every other seed is a child named `esper` of its submodule, whose class runs it. Submodules without a seed have their own
-        classes again.
+        Every other seed is a child named `esper` of its submodule, whose class runs it. Submodules that neither run a seed nor
+        are read by one have their own classes again.
         """
         if self.finished:
             return self.model
