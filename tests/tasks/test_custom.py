@@ -164,6 +164,7 @@ ONE_HOST = mlp()()
     ("build", "sentence"),
     [
         (lambda: task_from("", X, Y, host=mlp()), "the task has no name; give one, as in task('wine', ...)"),
+        (lambda: task_from("t", X[0, 0], Y, host=mlp()), "x has shape (); give at least one feature per example"),
         (lambda: task_from("t", X, host=mlp()), "y is missing and x is a Tensor; give both, or a Dataset of"),
         (
             lambda: task_from("t", Stream(), host=mlp()),

@@ -221,7 +221,7 @@ ONE_HOT = np.eye(3)[INDEX]
         ([{1}, {2}] * 45, {}, "y holds '{1}', a set; give class labels as text or whole numbers"),
         (pd.date_range("2020", periods=N), {}, "y has dtype datetime64["),
         (["a"] * N, {}, "y holds the one class 'a'; give examples of at least two classes"),
-        (5, {}, "x or y is a single number; give one row of features and one label or target per example"),
+        (5, {}, "y is a single number; give one label or target for each example"),
         (np.zeros((N, 2, 0)), {}, "y has shape (90, 2, 0); give one target per example"),
         (np.arange(2 * N).reshape(N, 2), {}, "y holds whole numbers of shape (90, 2), 2 for each example; give kind="),
     ],

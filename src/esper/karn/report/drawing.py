@@ -165,7 +165,7 @@ class ForestRow(NamedTuple):
 
 
 def forest(name: str, rows: Sequence[ForestRow], unit: str) -> Figure:
-    """Return values with bars, one a line, the first on top; `unit` is what is measured."""
+    """Return a forest plot: a value and its interval in each line, the first on top; `unit` names the axis."""
     if not rows:
         return Figure(name, "nothing was measured")
     height = TOP + 16 * len(rows) + BOTTOM
@@ -297,7 +297,7 @@ def _svg(shape: Shape) -> str:
 
 
 def _text(value: object) -> str:
-    """Return a text from outside as SVG or HTML text."""
+    """Return a text that may be anything, without control characters and escaped for SVG and HTML."""
     return escape(printable(value))
 
 

@@ -878,7 +878,7 @@ class AnytimeGrowth:
         return loss
 
     def _look(self) -> bool:
-        """Measure the loss on the probe, if the compute has risen enough since then; return whether it has a logarithm."""
+        """Measure the loss on the probe, if the compute has risen enough; return whether it is finite, above 0 and recorded."""
         if self.steps <= self.warmup:
             return False
         now = math.log(self._compute)

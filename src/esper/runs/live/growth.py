@@ -242,16 +242,16 @@ class Growth:
             averages = [] if ema is None else [Average(ema, network)]
             if config.lifecycle.absorb and any(entry.copies == "behind" for entry in growth_menu(sites, config)):
                 raise InputError(
-                    "settings sets lifecycle.absorb, by which layers of a block become wider, and the blueprint 'block', whose seeds "
-                    "are copies of it as it was; leave one of them out"
+                    "settings sets lifecycle.absorb, by which layers of a block become wider, and the blueprint 'block', whose "
+                    "seeds are copies of it as it was; leave one of them out"
                 )
             several = shared or sharded or wrapper is not None or (mode == "reserve" and processes() > 1)
             ranks = Ranks(several, sharded=sharded, wrapper=wrapper)
             batches = ranks.from_each(len(measured.batches())) if ranks.together else []
             if len(set(batches)) > 1:  # processes that measure together would wait for each other
                 raise InputError(
-                    f"probe has {', '.join(map(str, batches))} batches in the processes, which run the model together; give each as "
-                    "many"
+                    f"probe has {', '.join(map(str, batches))} batches in the processes, which run the model together; give each "
+                    "as many"
                 )
             menu = growth_menu(sites, config)
             population = LivePopulation(network, averages, groups, measured, menu, config, ranks)
@@ -259,8 +259,8 @@ class Growth:
             if mode == "reserve":
                 if twice := next((entry.name for entry in menu if entry.again or entry.copies), None):
                     raise InputError(
-                        f"mode='reserve' runs all that can be planted in every pass, and {twice!r} would run each block twice; leave "
-                        "it out of blueprints, or give mode='live'"
+                        f"mode='reserve' runs all that can be planted in every pass, and {twice!r} would run each block twice; "
+                        "leave it out of blueprints, or give mode='live'"
                     )
                 population.reserve(population.space.fits)
             if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
@@ -277,8 +277,8 @@ class Growth:
             self._loop_passes = 0
             # Decisions at which growing had taken its share, by the limit.
             self._overspent_at = dict.fromkeys(self._budgets, 0)
-            # What is taken from this object's own steps, seconds of growing and seconds of the rest to get those of the run; below 0
-            # by what the run had taken before its state was loaded.
+            # What is taken from this object's own steps, seconds of growing and seconds of the rest to get those of the run;
+            # below 0 by what the run had taken before its state was loaded.
             self._outside = 0, 0.0, 0.0
             arguments = {
                 "budget": share,

@@ -221,7 +221,7 @@ def _entry(item: object, where: str) -> ScheduleEntry:
 
 
 def _plan(entries: Sequence[tuple[int, ScheduleEntry]], space: Space, source: str) -> _Plan:
-    """Turn numbered entries into indices. InputError if the space lacks a name or value of one, or its blueprint does not fit."""
+    """Turn numbered entries into indices. InputError if an entry names what the space lacks, or a blueprint that does not fit."""
     numbers, rows = zip(*entries, (0, ScheduleEntry(at=0, op=Op.WAIT)), strict=True)
     # of the rows of one number, the first is the GERMINATE of a `keep`
     first = [numbers.index(number) for number in numbers]

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from esper.leyline.config.arguments import check_integer, check_switch, is_number
 from esper.leyline.data.arrays import Frame, as_tensor, column_names, numeric_array, select_columns, to_array
-from esper.leyline.data.batches import Batch, check_lengths, first, leaves, map_leaves, named_leaves, shapes
+from esper.leyline.data.batches import Batch, check_lengths, leaves, map_leaves, named_leaves, shapes
 from esper.leyline.data.task import SENSED, Label, Split, finite, nonfinite, which
 from esper.leyline.data.workers import read_by_workers
 from esper.leyline.errors import InputError, RunWarning, UserCodeError, amended, typed_line, warn
@@ -101,7 +101,7 @@ def _in_memory(given: Given) -> Examples:
     parts: tuple[Indices, ...] | None = None
     if splits is None or x is not None:
         features, labels = _read(x, y, workers)
-        columns, count = column_names(x), len(first(features))
+        columns, count = column_names(x), len(labels)
         parts = None if splits is None else _indices_of(splits, count)
         weights = _weights(given.sample_weights, count, "x")
     else:

@@ -115,7 +115,7 @@ def read_y(y: Any) -> NDArray[Any]:
     else:
         values = to_array(y, "y")
     if values.ndim == 0:
-        raise InputError("x or y is a single number; give one row of features and one label or target per example")
+        raise InputError("y is a single number; give one label or target for each example")
     if not len(values):
         raise InputError("x and y hold no examples; give at least a few dozen")
     if values.dtype.kind in "UT":  # NumPy converts the numbers of a mixed list to text
