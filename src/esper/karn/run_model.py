@@ -121,33 +121,19 @@ class DecisionLog:
 
 
 class Tally(NamedTuple):
-    """Says what became of the seeds of one blueprint at one slot.
+    """Says what became of the seeds of one blueprint at one slot."""
 
-    Attributes:
-        blueprint (str): name of the blueprint
-        slot (str): name of the slot
-        tried (int): seeds planted
-        kept (int): seeds fossilized
-        pruned (int): seeds removed by a decision or by a rollback
-        contribution (float): mean contribution to the metric when a seed was kept or removed; nan if never measured
-        error (float): standard error of that mean over seeds; nan with fewer than two
-        measured (int): number of seeds over which that mean is taken
-        params_bought (int or None): parameters of the seeds that were kept; None if the run has no decision rows
-        steps_to_keep (float): mean number of steps from planting to keeping; nan if none was kept
-        price (float): mean number of parameters of the seeds planted; nan if the run has no decision rows
-    """
-
-    blueprint: str
-    slot: str
-    tried: int
-    kept: int
-    pruned: int
-    contribution: float
-    error: float
-    measured: int
-    params_bought: int | None
-    steps_to_keep: float
-    price: float
+    blueprint: str  # name of the blueprint
+    slot: str  # name of the slot
+    tried: int  # seeds planted
+    kept: int  # seeds fossilized
+    pruned: int  # seeds removed by a decision or by a rollback
+    contribution: float  # mean contribution to the metric when a seed was kept or removed; nan if never measured
+    error: float  # standard error of that mean over seeds; nan with fewer than two
+    measured: int  # number of seeds over which that mean is taken
+    params_bought: int | None  # parameters of the seeds that were kept; None if the run has no decision rows
+    steps_to_keep: float  # mean number of steps from planting to keeping; nan if none was kept
+    price: float  # mean number of parameters of the seeds planted; nan if the run has no decision rows
 
 
 class BlueprintAnalytics:

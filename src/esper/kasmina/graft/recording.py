@@ -46,21 +46,13 @@ class Call(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """Records one forward pass.
+    """Records one forward pass."""
 
-    Attributes:
-        parts (dict[str, nn.Module]): the submodules by dotted path, the module itself among them
-        weights (dict[str, Tensor]): the aliases that are in the places of the parameters, by name
-        calls (dict[str, list[Call]]): by dotted path, in the order in which the submodules first returned
-        loss (Tensor): () the loss, with its graph
-        order (list[Node]): the graph, each node behind those that it depends on
-    """
-
-    parts: dict[str, nn.Module]
-    weights: dict[str, Tensor]
-    calls: dict[str, list[Call]]
-    loss: Tensor
-    order: list[Node]
+    parts: dict[str, nn.Module]  # the submodules by dotted path, the module itself among them
+    weights: dict[str, Tensor]  # the aliases that are in the places of the parameters, by name
+    calls: dict[str, list[Call]]  # by dotted path, in the order in which the submodules first returned
+    loss: Tensor  # () the loss, with its graph
+    order: list[Node]  # the graph, each node behind those that it depends on
 
 
 @contextmanager

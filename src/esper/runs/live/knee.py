@@ -19,19 +19,12 @@ NAP = 1e-5
 
 
 class Knee(NamedTuple):
-    """Holds what the sizes of a network cost.
+    """Holds what the sizes of a network cost."""
 
-    Attributes:
-        sizes (list[int]): those that were timed, from the smallest on, to the first that is not nearly free
-        seconds (list[float]): of a step at each
-        taken (float): seconds that this took
-        unit (str): of the sizes
-    """
-
-    sizes: list[int]
-    seconds: list[float]
-    taken: float
-    unit: str
+    sizes: list[int]  # those that were timed, from the smallest on, to the first that is not nearly free
+    seconds: list[float]  # of a step at each
+    taken: float  # seconds that this took
+    unit: str  # of the sizes
 
     @property
     def size(self) -> int:
