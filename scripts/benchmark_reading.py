@@ -39,7 +39,7 @@ from torch.utils.data import Dataset
 import esper
 from esper.leyline.config.tree import Config, build_config
 from esper.leyline.data.task import Source, Task
-from esper.leyline.text import counted
+from esper.leyline.messages import counted
 from esper.store.tensors import StateCopy
 from esper.tamiyo.rules.base import Never
 from esper.tasks.hosts.factories import MLP, Transformer

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench" / "src"))  # the benc
 
 from esper.commands.options import fail
 from esper.leyline.config.tree import parse_setting
-from esper.leyline.errors import InputError
 from esper.leyline.intervals import t_interval
+from esper.leyline.messages import InputError
 from esper_bench.lab.ladder import RUNGS, Climbed, train
 
 MARKS = (5, 11, 20, 30, 40, 60)

@@ -26,8 +26,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import esper
-from esper.leyline.errors import GrowthWarning
 from esper.leyline.intervals import t_interval
+from esper.leyline.messages import GrowthWarning
 
 BLOCKS, WIDTH, RATE, BUDGET = 2, 16, 3e-3, 2.0
 

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import esper
-from esper.leyline.errors import GrowthWarning
 from esper.leyline.intervals import t_interval
+from esper.leyline.messages import GrowthWarning
 
 VOCABULARY, LENGTH, WIDTH, BATCH, RATE = 256, 64, 32, 16, 3e-3
 

@@ -24,8 +24,7 @@ from esper.karn.terminal.console import print_summary
 from esper.kasmina.network.export import MODEL, TOPOLOGY
 from esper.leyline.config.parsing import parse_yaml
 from esper.leyline.config.tree import build_config, dump_config, parse_setting
-from esper.leyline.errors import InputError
-from esper.leyline.text import printable
+from esper.leyline.messages import InputError, printable
 from esper.runs.configuration import load_config_file
 from esper.store.checkpoint import FACTS
 from esper.store.disk import SUMS, checksum_of, sums_of

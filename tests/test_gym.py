@@ -17,10 +17,10 @@ from sb3_contrib.common.maskable.utils import get_action_masks, is_masking_suppo
 from stable_baselines3.common.vec_env import VecMonitor
 
 from esper.gym import EsperEnv, EsperVectorEnv, sb3
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import RELEVANT, Actions, Head, Op
 from esper.leyline.lifecycle.masks import allowed, allowed_of, every_decision
 from esper.leyline.lifecycle.view import take
+from esper.leyline.messages import InputError
 from esper.tasks.repair import repair
 from populations import blobs, small_config
 from thinning import crossed
@@ -340,7 +340,7 @@ def test_a_missing_extra_is_named_with_its_mend(missing, module, mend):
     code = f"import sys; sys.modules[{missing!r}] = None\nimport {module}"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert f"{mend}" in ended.stderr.splitlines()[-1]
-    assert ended.stderr.splitlines()[-1].startswith("esper.leyline.errors.InputError")
+    assert ended.stderr.splitlines()[-1].startswith("esper.leyline.messages.InputError")
 
 
 def blocks():

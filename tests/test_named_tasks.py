@@ -12,7 +12,7 @@ import yaml
 
 import esper
 from esper.cli import main
-from esper.leyline.errors import InputError, UserCodeError
+from esper.leyline.messages import InputError, UserCodeError
 from esper.tasks.catalog import get_task
 from populations import Script, blobs
 from processes import begun

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from esper.leyline.errors import InputError, OutOfMemory, is_out_of_memory, requested_memory
+from esper.leyline.messages import InputError, OutOfMemory, is_out_of_memory, requested_memory
 from esper.tolaria.runtime import PhaseTimer, available_memory
 from journals import events
 

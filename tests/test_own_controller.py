@@ -11,7 +11,7 @@ import yaml
 
 import esper
 from esper.leyline.config.tree import RewardConfig, build_config
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.leyline.protocols import as_controller
 from esper.runs.evaluation.contenders import Contender, named
 from esper.simic.rewards import load_reward

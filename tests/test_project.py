@@ -105,7 +105,7 @@ def test_every_module_and_public_name_can_be_imported_without_an_extra_or_a_modu
     block = [module for modules in EXTRAS.values() for module in modules if module != "PIL"]  # torch may look for it
     run(
         f"import sys, importlib\nsys.modules.update(dict.fromkeys({block}))\n"
-        "import esper\nfrom esper.leyline.errors import InputError\n"
+        "import esper\nfrom esper.leyline.messages import InputError\n"
         "for name in esper.__all__: getattr(esper, name)\n"
         f"for name in {names}:\n    try: importlib.import_module(name)\n"
         "    except InputError as error: assert 'pip install' in str(error), error"

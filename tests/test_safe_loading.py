@@ -16,7 +16,7 @@ import torch
 from esper.api import grow, load
 from esper.cli import main
 from esper.kasmina.network.export import MODEL, PROGRAM, TOPOLOGY
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.store.files import NAMES as OWN
 from esper.tamiyo.catalog import get_controller, trained
 from esper.tamiyo.policy.controller import FACTS, WEIGHTS, Language, Policy, load_policy, save_policy

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from study_heal import SEEDS, difference, joint, repaired_frozen, static
 
 from esper.leyline.config.tree import Config
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.runs.evaluation.contenders import named
 from esper.runs.evaluation.statistics import DRAWS, interval, mean
 from esper.runs.folder.environment import describe_environment

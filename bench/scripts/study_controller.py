@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from esper.leyline.config.tree import build_config
 from esper.leyline.data.task import AnyTask, Instance, Mixture, Split
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.leyline.progress import Progress
 from esper.runs.configuration import TRAINING
 from esper.runs.evaluation.contenders import ROWS, Contender, named

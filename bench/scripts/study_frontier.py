@@ -23,8 +23,8 @@ from study_widening import cnn
 from torch import Tensor, nn
 
 from esper.leyline.data.task import Task
-from esper.leyline.errors import InputError
 from esper.leyline.intervals import t_interval
+from esper.leyline.messages import InputError
 from esper_bench.public_tasks import fashion_mnist, letter
 from esper_bench.records import run_script
 

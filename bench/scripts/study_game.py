@@ -24,7 +24,7 @@ from esper.leyline.config.tree import Config
 from esper.leyline.data.task import AnyTask
 from esper.leyline.intervals import MeanInterval, t_interval
 from esper.leyline.lifecycle.view import Floats, View, sensor
-from esper.leyline.text import counted
+from esper.leyline.messages import counted
 from esper.runs.evaluation.contenders import ROWS, Contender, grow_contender
 from esper.runs.evaluation.evaluation import Design, tested
 from esper_bench.controllers.catalog import KEEPS

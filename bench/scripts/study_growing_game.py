@@ -24,11 +24,10 @@ from study_game import points
 from study_heal_ppo import curve_table
 
 from esper.leyline.config.tree import Config, build_config
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Actions
 from esper.leyline.lifecycle.view import Floats, View, sensor
+from esper.leyline.messages import InputError, counted
 from esper.leyline.protocols import Controller
-from esper.leyline.text import counted
 from esper.runs.configuration import training_configs
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.train import LED, Trainer, cohorts_of, settings_of_policy

@@ -22,7 +22,7 @@ import torch
 import esper
 from esper.leyline.data.task import Mixture
 from esper.leyline.intervals import t_interval
-from esper.leyline.text import counted
+from esper.leyline.messages import counted
 from esper.runs.configuration import training_configs
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.train import Trainer, cohorts_of, settings_of_policy

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 import esper
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.runs.healing.heal import UNFROZEN
 from esper.runs.healing.healed import half_width
 from esper.runs.healing.training import (

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 import esper
 from esper.kasmina.graft.grown import root_of, swap, wire_between
-from esper.leyline.errors import GrowthWarning
 from esper.leyline.intervals import t_interval
+from esper.leyline.messages import GrowthWarning
 from esper.tolaria.live import missing as measuring
 from esper.tolaria.live.population import LivePopulation
 

@@ -50,8 +50,8 @@ from torch.nn.utils import parametrize
 from torch.optim.swa_utils import AveragedModel
 
 import esper
-from esper.leyline.errors import InputError
 from esper.leyline.intervals import t_interval
+from esper.leyline.messages import InputError
 from esper.runs.healing.training import LowRankAdapter
 from esper.runs.live import anytime
 from esper.runs.live.anytime import BEGINNING, WINDOW, Cost

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper_bench.healing import byte_hosts, heal, heal_bytes
 from esper_bench.healing.hosts import VECTORS, HostSet, cache_folder, soundness, trained_weights
 from esper_bench.healing.images import IMAGES

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from esper.leyline.config.tree import Config, build_config
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.view import sensor
+from esper.leyline.messages import InputError
 from esper.leyline.protocols import Controller
 from esper.simic.rewards import total
 from esper.tamiyo.catalog import with_sensors

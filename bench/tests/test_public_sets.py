@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper_bench.public_sets import fashion_mnist, letter_recognition, read_idx
 
 

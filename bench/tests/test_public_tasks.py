@@ -13,7 +13,7 @@ import torch
 
 import esper as library
 from esper.leyline.data.task import Split
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.tasks import catalog
 from esper.tasks.catalog import get_task
 from esper_bench import public_sets, public_tasks
@@ -34,7 +34,7 @@ def rows(task):
 
 @with_letter
 @pytest.mark.usefixtures("elsewhere")
-@pytest.mark.filterwarnings("error::esper.leyline.errors.DataWarning")
+@pytest.mark.filterwarnings("error::esper.leyline.messages.DataWarning")
 def test_no_row_of_letter_is_in_two_splits_and_the_task_grows_and_predicts_letters():
     task = get_task("letter")
     every = np.concatenate(rows(task))
@@ -45,7 +45,7 @@ def test_no_row_of_letter_is_in_two_splits_and_the_task_grows_and_predicts_lette
 
 
 @with_fashion
-@pytest.mark.filterwarnings("error::esper.leyline.errors.DataWarning")
+@pytest.mark.filterwarnings("error::esper.leyline.messages.DataWarning")
 def test_fashion_mnist_holds_the_published_images_and_grows():
     task = public_tasks.fashion_mnist(train=400)
     (x, y), (x_test, y_test) = public_sets.fashion_mnist()

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper_bench import records
 
 BENCH = Path(__file__).parents[1]

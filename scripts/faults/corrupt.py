@@ -23,7 +23,7 @@ import numpy as np
 from safetensors.torch import save
 
 from esper.leyline.config.tree import CheckpointConfig
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.store.checkpoint import BEST, FACTS, LATEST, TENSORS, Checkpoints
 from esper.store.files import CHECKPOINTS, CONFIG
 from esper.store.tensors import flatten

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from esper.leyline.config.tree import CheckpointConfig
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.store.checkpoint import LATEST, TENSORS, Checkpoints
 from esper.store.files import CHECKPOINTS, CONFIG, EVALUATION, EVENTS, MODELS, SUMMARY
 from esper.store.lock import LOCK

@@ -109,10 +109,10 @@ from esper.leyline.lifecycle.verdicts import Vital as Vital
 from esper.leyline.protocols import Reward as Reward
 
 # Errors
-from esper.leyline.errors import InputError as InputError
-from esper.leyline.errors import DataFault as DataFault
-from esper.leyline.errors import LearningError as LearningError
-from esper.leyline.errors import OutOfMemory as OutOfMemory
-from esper.leyline.errors import UserCodeError as UserCodeError
+from esper.leyline.messages import InputError as InputError
+from esper.leyline.messages import DataFault as DataFault
+from esper.leyline.messages import LearningError as LearningError
+from esper.leyline.messages import OutOfMemory as OutOfMemory
+from esper.leyline.messages import UserCodeError as UserCodeError
 
 __version__: str

@@ -19,7 +19,7 @@ from esper.commands.options import fail, say, spread_devices
 from esper.commands.running import grow, resume, train
 from esper.commands.viewing import compare, report, serve, watch
 from esper.karn.standard_output import lost_output, plug_closed_streams, steady_output
-from esper.leyline import errors
+from esper.leyline import messages
 from esper.leyline.distribution import DISTRIBUTION, installed_version, warn_of_conflict
 from esper.leyline.plugins import COMMANDS as PLUGIN_COMMANDS
 from esper.leyline.plugins import load_plugin, plugins
@@ -112,7 +112,7 @@ for _name, (_run_command, _group, _page) in COMMANDS.items():
 for _name in plugins(PLUGIN_COMMANDS):
     try:
         app.command(_name, rich_help_panel=ADDED)(load_plugin(PLUGIN_COMMANDS, _name))
-    except errors.InputError as _error:  # one broken package takes no other command away
+    except messages.InputError as _error:  # one broken package takes no other command away
         say(f"warning: the command {_name} is left out: {_error}", err=True)
 
 WRITING = ("grow", "train", "resume", "eval")
@@ -144,27 +144,27 @@ def _run(arguments: Sequence[str] | None) -> None:
             usual = warnings.showwarning
 
             def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
-                if issubclass(category, errors.DataWarning | errors.RunWarning):  # of Esper: a line each
+                if issubclass(category, messages.DataWarning | messages.RunWarning):  # of Esper: a line each
                     say(f"warning: {message}", err=True)
                 else:
                     usual(message, category, *where)
 
             warnings.showwarning = show  # type: ignore[assignment]
             app(spread_devices(sys.argv[1:] if arguments is None else arguments))
-    except errors.InputError as error:
+    except messages.InputError as error:
         fail(error, 2)
-    except errors.UserCodeError as error:
-        typer.echo(errors.user_traceback(error.__cause__ or error), err=True, nl=False)
+    except messages.UserCodeError as error:
+        typer.echo(messages.user_traceback(error.__cause__ or error), err=True, nl=False)
         fail(error, 1)
-    except (errors.OutOfMemory, errors.DataFault, errors.LearningError, DiskFull, Unwritable) as error:
+    except (messages.OutOfMemory, messages.DataFault, messages.LearningError, DiskFull, Unwritable) as error:
         fail(error, 1)
-    except errors.WorkerError as error:
+    except messages.WorkerError as error:
         for note in getattr(error, "__notes__", ()):  # the traceback of the worker, and how the run is resumed
             typer.echo(note, err=True)
         fail(error, 1)
     except Exception as error:  # outside a run, which says more, or of the user's code
-        if errors.raised_in_user_code(error):
-            typer.echo(errors.user_traceback(error), err=True, nl=False)
+        if messages.raised_in_user_code(error):
+            typer.echo(messages.user_traceback(error), err=True, nl=False)
             raise SystemExit(1) from error
         if isinstance(error, OSError):
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or str(error).startswith("cannot write "):
@@ -172,9 +172,9 @@ def _run(arguments: Sequence[str] | None) -> None:
             what = error.filename or "to a disk, such as that of the folder for temporary files (TMPDIR)"
             mend = "make room there, and give the same command again"
             fail(f"cannot write {what}: {os.strerror(error.errno)}; {mend}", 1)
-        if not errors.is_out_of_memory(error):
+        if not messages.is_out_of_memory(error):
             raise
-        asked = errors.requested_memory(error)
+        asked = messages.requested_memory(error)
         fail(f"memory ran out{f': {asked} were asked for' if asked else ''}; free some, or lower envs", 1)
 
 

@@ -11,7 +11,7 @@ from scipy import stats
 import esper
 from esper.cli import main
 from esper.karn.comparison import difference
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.nissa.events import read_events
 from pages import EVIL, Page
 

@@ -13,8 +13,8 @@ from esper.karn.evaluation import (
     interval_lines,
     print_evaluation,
 )
-from esper.leyline.errors import InputError
 from esper.leyline.intervals import plus_minus
+from esper.leyline.messages import InputError
 from pages import EVIL, Page
 
 ABSENT = {"value": None, "low": None, "high": None}

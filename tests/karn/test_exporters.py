@@ -14,7 +14,7 @@ from esper.karn.exporters import Exporter, ExportError, export_of
 from esper.karn.report.frame import Table
 from esper.karn.run_model import RunModel
 from esper.karn.terminal.console import comparison_table, print_summary
-from esper.leyline.errors import InputError, RunWarning
+from esper.leyline.messages import InputError, RunWarning
 from esper.nissa.hub import Guarded
 from esper.nissa.rows import EpisodeRow, RoundRow
 from exported import Kept, carried, curves_of_steps, spread

@@ -13,7 +13,7 @@ import pytest
 
 import esper
 from esper.karn.reader import Tail
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.nissa.events import read_events
 from esper.nissa.rows import KINDS
 from iris import grow_iris, printed

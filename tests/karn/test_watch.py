@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 import esper
 from esper.cli import main
 from esper.karn.terminal.watch import Watch, plot
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.nissa.hub import Guarded
 from pages import EVIL
 

@@ -12,11 +12,11 @@ from esper.kasmina.blueprints.vector import PADDED, MLPSeed
 from esper.kasmina.lifecycle import doses
 from esper.kasmina.slot import blend_change, sigmoid
 from esper.kasmina.stack.layers import zero_linear
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Tap
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.messages import InputError
 
 VECTORS = sorted(name for kind, name in BLUEPRINTS if kind == Kind.VECTOR)
 MAPS = sorted(name for kind, name in BLUEPRINTS if kind == Kind.MAP)

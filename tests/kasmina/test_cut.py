@@ -9,7 +9,7 @@ from torch import nn
 
 import esper
 from esper.kasmina.host import CutHost
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 
 X = torch.randn(2, 6)

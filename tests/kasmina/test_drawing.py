@@ -16,10 +16,10 @@ from esper.kasmina.graft.grafted import plant
 from esper.kasmina.graft.planted import Planted
 from esper.kasmina.network.drawing import describe, parts_of
 from esper.kasmina.slot import Seed
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Tap
 from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.messages import InputError
 from pages import EVIL
 
 SVG = "{http://www.w3.org/2000/svg}"

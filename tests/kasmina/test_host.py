@@ -7,8 +7,8 @@ from torch import nn
 
 import esper
 from esper.kasmina.host import SegmentedHost, inner_of
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.slots import SlotSpec
+from esper.leyline.messages import InputError
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.measure.sensors import participation_ratio
 from populations import small_config

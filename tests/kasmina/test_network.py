@@ -10,7 +10,7 @@ import torch
 
 import esper
 from esper.kasmina.network.export import MODEL, PROGRAM, TOPOLOGY
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.tasks.hosts.factories import MLP
 from populations import Script, small_config
 

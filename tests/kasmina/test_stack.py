@@ -12,7 +12,7 @@ from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.stack.layers import Linear
 from esper.kasmina.stack.rows import Stack
 from esper.leyline.config.tree import OptimizerConfig
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.tolaria.stacked.optimizer import Updates
 
 

@@ -8,9 +8,9 @@ from esper.kasmina.blueprints import count, drawn_with
 from esper.kasmina.host import SegmentedHost, check_host
 from esper.kasmina.network.static import Skipped, WidenedHosts, skip_places, widened, without_bottlenecks
 from esper.kasmina.stack.layers import Linear, PositionMean
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.slots import SlotSpec
 from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.messages import InputError
 
 
 def vectors(*, last=None):

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Actions, checked_actions
+from esper.leyline.messages import InputError
 from esper.leyline.protocols import Controller
 from esper.runs.grow import grow
 from populations import blobs, small_config

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from esper.leyline.config.tree import Config, build_config, dump_config, parse_setting, reference
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.runs.configuration import load_config_file
 
 

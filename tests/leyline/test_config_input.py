@@ -4,7 +4,7 @@ import pytest
 
 from esper.leyline.config.input import SYNONYMS
 from esper.leyline.config.tree import Config, build_config, reference
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 
 
 def sentence(settings):

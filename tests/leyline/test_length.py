@@ -8,7 +8,7 @@ import esper
 from esper.cli import main
 from esper.leyline.config.tree import build_config
 from esper.leyline.data.task import with_steps
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from populations import blobs
 
 DATA = {"data": {"batch_size": 12, "batches_per_step": 2}}  # 24 examples a step

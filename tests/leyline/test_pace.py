@@ -1,7 +1,7 @@
 import pytest
 
+from esper.leyline.messages import duration
 from esper.leyline.progress import Pace
-from esper.leyline.text import duration
 
 
 def test_the_first_part_says_how_long_the_others_take():

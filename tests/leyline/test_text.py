@@ -2,7 +2,7 @@
 
 import pytest
 
-from esper.leyline.text import counted, did_you_mean, kind_of, with_article
+from esper.leyline.messages import counted, did_you_mean, kind_of, with_article
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from esper.api import grow
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.nissa.events import encode, read_events
 from esper.nissa.rows import KINDS, AnomalyRow, RewardRow, RollbackRow, RoundRow, Row, RunRow, SizeRow
 from esper.tasks.catalog import get_task

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import esper
-from esper.leyline.errors import GrowthWarning, InputError, RunWarning
+from esper.leyline.messages import GrowthWarning, InputError, RunWarning
 from esper.runs.folder.resume import read_config
 from pages import Page
 

@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounter
 
 import esper
 from esper.kasmina.blueprints import count
-from esper.leyline.errors import GrowthWarning, InputError
+from esper.leyline.messages import GrowthWarning, InputError
 from esper.runs.live import anytime
 from thinning import thinned
 

@@ -49,7 +49,7 @@ PROGRAM = textwrap.dedent(
     from torch.distributed.fsdp import fully_shard
     import esper
     from esper.kasmina.graft.sharding import gather
-    from esper.leyline.errors import InputError
+    from esper.leyline.messages import InputError
     from tests.tolaria.test_widening_networks import GPT
 
     rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import esper
 from esper.kasmina.blueprints import count
-from esper.leyline.errors import GrowthWarning, InputError
+from esper.leyline.messages import GrowthWarning, InputError
 from loops import equal
 
 pytestmark = pytest.mark.campaign

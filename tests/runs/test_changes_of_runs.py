@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from crashes import Leaving, Left, at_every_call
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.nissa.events import decode
 from esper.nissa.rows import RunRow
 from esper.runs.configuration import training_configs

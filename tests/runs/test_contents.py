@@ -11,7 +11,7 @@ import torch
 
 from crashes import at_every_call
 from esper.leyline.config.tree import Config, dump_config
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.runs.configuration import training_configs
 from esper.runs.folder.environment import describe_environment
 from esper.runs.folder.run_folder import check_folder, create_folder, list_contents

@@ -13,7 +13,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import esper
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.runs import estimators
 from thinning import crossed
 

@@ -9,7 +9,7 @@ import pytest
 
 from esper.leyline.config.tree import build_config
 from esper.leyline.data.task import Split
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.runs.evaluation.contenders import RULES, Contender, named
 from esper.runs.evaluation.evaluation import Design, Entry, Runner, compared, run_evaluation
 from esper.runs.evaluation.record import Evaluation, RecordedFigures

@@ -14,7 +14,7 @@ import pytest
 import esper
 from esper.cli import main
 from esper.leyline.data.task import Split
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.runs.evaluation.contenders import named
 from esper.runs.evaluation.evaluation import Rivals, default_folder, evaluation_folder, run_evaluation
 from esper.runs.folder.interrupt import ended_by_signals

@@ -15,7 +15,7 @@ import pytest
 import esper
 from crews import SHY, Beside
 from esper.cli import main
-from esper.leyline.errors import InputError, WorkerError
+from esper.leyline.messages import InputError, WorkerError
 from esper.runs.evaluation.contenders import Contender
 from esper.runs.evaluation.evaluation import run_evaluation
 from esper.runs.workers.workers import WorkerOptions, check_facts

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import esper
-from esper.leyline.errors import OutOfMemory, RunWarning, UserCodeError
 from esper.leyline.lifecycle.actions import Actions
+from esper.leyline.messages import OutOfMemory, RunWarning, UserCodeError
 from esper.leyline.progress import Progress
 from esper.nissa.events import decode
 from esper.nissa.rows import RunRow

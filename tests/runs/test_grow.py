@@ -16,8 +16,8 @@ import yaml
 import esper
 from esper.leyline.config.tree import Config, build_config
 from esper.leyline.data.task import Task
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.view import Outcome, View
+from esper.leyline.messages import InputError
 from esper.leyline.protocols import Controller
 from esper.nissa.events import decode
 from esper.nissa.rows import (

@@ -18,7 +18,7 @@ from crews import SHY, Beside
 from esper.cli import main
 from esper.commands.options import spread_devices
 from esper.leyline.config.tree import build_config
-from esper.leyline.errors import DataFault, InputError, UserCodeError, WorkerError
+from esper.leyline.messages import DataFault, InputError, UserCodeError, WorkerError
 from esper.leyline.progress import Progress
 from esper.runs.configuration import training_configs
 from esper.runs.folder.resume import Opening

@@ -15,10 +15,10 @@ from torch.optim.swa_utils import AveragedModel
 from esper.kasmina.blueprints import drawn_with, get_blueprint
 from esper.kasmina.graft.grafted import graft, planted_at
 from esper.kasmina.network.saving import load_grown
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Actions, Blend, Op
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.verdicts import Refusal
+from esper.leyline.messages import InputError
 from esper.runs.live.growth import Growth
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from lives import SETTINGS, Host, live

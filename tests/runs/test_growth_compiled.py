@@ -13,10 +13,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.grafted import graft, planted_at
 from esper.kasmina.graft.planted import Bank
-from esper.leyline.errors import GrowthWarning, InputError
 from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.streams import Vector
+from esper.leyline.messages import GrowthWarning, InputError
 from esper.runs.live.growth import Growth
 from esper.tolaria.stacked.compiling import graphs
 from loops import LIFE as KEPT_AND_REMOVED

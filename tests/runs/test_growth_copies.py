@@ -16,8 +16,8 @@ from esper.kasmina.graft.find_sites import find_sites
 from esper.kasmina.graft.grafted import graft, planted_at
 from esper.kasmina.graft.grown import called_beside
 from esper.kasmina.network.saving import load_grown
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Blend, Op
+from esper.leyline.messages import InputError
 from esper.runs.live.growth import Growth
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from lives import SETTINGS, Host, live

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from esper.kasmina.blueprints import drawn_with
-from esper.leyline.errors import GrowthWarning
+from esper.leyline.messages import GrowthWarning
 from esper.runs.live.growth import Growth
 
 

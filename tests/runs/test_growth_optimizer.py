@@ -11,10 +11,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.grafted import graft, planted_at
-from esper.leyline.errors import GrowthWarning
 from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.streams import Vector
+from esper.leyline.messages import GrowthWarning
 from esper.runs.live.growth import Growth
 from loops import SETTINGS
 from populations import Script

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Op
+from esper.leyline.messages import InputError
 from loops import equal, growth_at_two_sites, repeatable, stages, train_two_classes, two_class_data
 from populations import Script
 

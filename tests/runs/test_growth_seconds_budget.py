@@ -5,8 +5,8 @@ import time
 import pytest
 import torch.nn.functional as F
 
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Op
+from esper.leyline.messages import InputError
 from loops import equal, growth_at_two_sites, repeatable, train_two_classes
 from populations import Script
 

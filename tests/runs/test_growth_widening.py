@@ -12,10 +12,10 @@ import esper
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.grafted import graft
 from esper.kasmina.graft.grown import is_grafted
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.streams import Vector
+from esper.leyline.messages import InputError
 from populations import Script
 
 SCRIPT = {(0, 0): (Op.GERMINATE, 0, 0, 0, 1, 2), (2, 0): (Op.ADVANCE, 0), (5, 0): (Op.FOSSILIZE, 0)}

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize, prune
 import esper
 from esper.cli import main
 from esper.kasmina.blueprints import drawn_with
-from esper.leyline.errors import DataWarning, InputError
+from esper.leyline.messages import DataWarning, InputError
 from esper.runs.healing.heal import UNFROZEN, _permanent, dead_units, directions, drift, ranked
 from esper.runs.healing.training import (
     RIDGE,

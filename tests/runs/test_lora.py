@@ -8,7 +8,7 @@ from torch import nn
 
 import esper
 from esper.cli import main
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 
 
 class Block(nn.Module):

@@ -9,7 +9,7 @@ from torch import nn
 
 from esper.cli import main
 from esper.leyline.data.task import Split
-from esper.leyline.errors import InputError, RunWarning
+from esper.leyline.messages import InputError, RunWarning
 from esper.nissa.events import decode
 from esper.nissa.rows import RunRow
 from esper.runs.configuration import training_configs

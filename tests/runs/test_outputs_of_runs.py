@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import esper
-from esper.leyline.errors import RunWarning
 from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.masks import complete, defaults
+from esper.leyline.messages import RunWarning
 from esper.nissa.events import encode, read_events
 from esper.nissa.hub import Guarded, Hub
 from esper.nissa.rows import PhasesRow, RoundRow, RunRow, StepRow

@@ -14,10 +14,10 @@ import esper
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.grafted import graft, is_grafted
 from esper.kasmina.network.saving import NETWORK, NETWORK_WEIGHTS
-from esper.leyline.errors import GrowthWarning, InputError
 from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.streams import Vector
+from esper.leyline.messages import GrowthWarning, InputError
 from esper.runs.live.growth import Growth
 from esper.store.disk import SUMS
 from loops import equal, stages

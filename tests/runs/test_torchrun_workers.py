@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import HashStore
 
 import esper
-from esper.leyline.errors import InputError, WorkerError
+from esper.leyline.messages import InputError, WorkerError
 from esper.runs.workers import transports
 from esper.runs.workers.workers import Workers
 

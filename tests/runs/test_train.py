@@ -18,7 +18,7 @@ import esper
 from esper.leyline.config.tree import build_config
 from esper.leyline.data.keys import Purpose, scalar
 from esper.leyline.data.task import Split
-from esper.leyline.errors import InputError, LearningError
+from esper.leyline.messages import InputError, LearningError
 from esper.leyline.progress import Progress
 from esper.nissa.events import decode
 from esper.nissa.rows import (

@@ -20,7 +20,7 @@ import torch
 import esper
 from crews import SHY, Beside
 from esper.leyline.config.tree import build_config
-from esper.leyline.errors import InputError, UserCodeError, WorkerError
+from esper.leyline.messages import InputError, UserCodeError, WorkerError
 from esper.leyline.progress import Progress
 from esper.nissa.events import decode
 from esper.nissa.rows import EpisodeRow, PlayedRow

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from esper.leyline.config.tree import build_config
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.leyline.progress import Progress
 from esper.runs import train as training
 from esper.runs.configuration import training_configs

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.store.changes import read_trail, record_change
 from esper.store.disk import sha256_of
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from crashes import at_every_call
 from esper.leyline.config.tree import CheckpointConfig
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.store.checkpoint import BEST, FACTS, LATEST, TENSORS, Checkpoints
 from esper.store.tensors import flatten, unflatten
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.store.lock import LOCK, Lock, describe_process, lives, owner_of, process_start
 
 HOLD = """

@@ -6,7 +6,7 @@ import pytest
 
 from esper.leyline.config.parsing import LARGEST_YAML, parse_json, parse_yaml
 from esper.leyline.config.tree import Config, build_config, dump_config, parse_setting
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.runs.configuration import load_config_file
 from esper.store.disk import read_kept, read_named
 

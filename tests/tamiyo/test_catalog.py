@@ -1,7 +1,7 @@
 import pytest
 
 from esper.leyline.config.tree import Config
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.leyline.protocols import Controller
 from esper.tamiyo.catalog import CONTROLLERS, get_controller, with_sensors
 from esper.tamiyo.rules.schedule import Schedule

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Blend, Op
 from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.messages import InputError
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry, load_schedule
 
 PRUNABLE = {Op.PRUNE: True}

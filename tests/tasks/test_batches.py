@@ -12,8 +12,8 @@ from torch import nn
 
 import esper
 from esper.kasmina.host import SegmentedHost
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.slots import SlotSpec
+from esper.leyline.messages import InputError
 
 LENGTH, AHEAD = 12, 2
 SETTINGS = {

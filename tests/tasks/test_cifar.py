@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.tasks.images import TEST, TRAIN, VARIABLE, cifar10, read_cifar10
 from pictures import cifar_records, write_cifar
 

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from esper.kasmina.host import SegmentedHost
 from esper.leyline.config.tree import build_config
 from esper.leyline.data.task import Task
-from esper.leyline.errors import DataWarning, InputError
 from esper.leyline.lifecycle.slots import SlotSpec
+from esper.leyline.messages import DataWarning, InputError
 from esper.tasks.hosts.factories import MLP
 from esper.tasks.objectives import Classification, Regression
 from esper.tasks.own.custom import task_from

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from esper.leyline.data.task import Task
-from esper.leyline.errors import DataWarning, InputError
+from esper.leyline.messages import DataWarning, InputError
 from esper.tasks.hosts.factories import MLP
 from esper.tasks.objectives import METRICS, SCORES, Classification, CustomObjective, Regression
 from esper.tasks.own.custom import task_from

@@ -8,7 +8,7 @@ from sklearn.datasets import load_digits
 from esper.kasmina.host import check_host
 from esper.leyline.config.tree import build_config
 from esper.leyline.data.task import Task
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.tasks.small import digits, digits_narrow
 
 

@@ -13,7 +13,7 @@ import esper
 from esper.kasmina.blueprints import count
 from esper.kasmina.host import SegmentedHost, check_host
 from esper.kasmina.stack.rows import Stack
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.tasks.hosts.factories import (
     HOSTS,
     MAP_MENU,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from esper.leyline.data.task import Task
-from esper.leyline.errors import DataWarning, InputError
+from esper.leyline.messages import DataWarning, InputError
 from esper.tasks.hosts.factories import MLP
 from esper.tasks.objectives import Classification, Regression
 from esper.tasks.own.custom import task_from

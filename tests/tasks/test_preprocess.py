@@ -21,7 +21,7 @@ from sklearn.preprocessing import (
 
 import esper
 from esper.leyline.data.preprocess import Preprocess, preprocess_from, preprocess_from_json
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 
 N = 120
 _RNG = np.random.default_rng(0)

@@ -17,7 +17,7 @@ from esper.kasmina.stack.rows import Stack
 from esper.leyline.config.tree import HeuristicConfig, OptimizerConfig, build_config
 from esper.leyline.data import keys
 from esper.leyline.data.task import Instance, Split
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.tasks.repair import (
     BLOCKS,
     DAMAGES,

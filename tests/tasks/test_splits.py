@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.tasks.splits import Splits, check_examples, check_targets, cut, dealt, scaling_of, sizes_of
 
 N, SIZES = 120, (60, 25, 15, 20)

@@ -10,7 +10,7 @@ from sklearn.metrics import mean_absolute_error, r2_score
 from torch import nn
 
 import esper
-from esper.leyline.errors import DataWarning, InputError
+from esper.leyline.messages import DataWarning, InputError
 from esper.tasks.hosts.factories import MLP
 from esper.tasks.objectives import Classification, Regression, StandardizedObjective, custom_objective
 from esper.tolaria.measure.bounds import bounds

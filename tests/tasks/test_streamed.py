@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import esper
 from esper.leyline.data.task import SENSED
-from esper.leyline.errors import InputError, RunWarning, UserCodeError
+from esper.leyline.messages import InputError, RunWarning, UserCodeError
 from esper.store.checkpoint import flatten, unflatten
 from esper.tamiyo.rules.base import RandomValid
 from esper.tasks.hosts.factories import MLP, Transformer

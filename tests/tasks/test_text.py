@@ -12,7 +12,7 @@ import torch
 import esper
 from esper.cli import main
 from esper.leyline.data.task import Split
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.tasks.catalog import task_names
 from esper.tasks.hosts.factories import Transformer
 from esper.tasks.objectives import Classification, NextByte

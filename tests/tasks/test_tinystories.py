@@ -8,7 +8,7 @@ import pytest
 
 from esper.cli import main
 from esper.leyline.data.task import SENSED
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.tasks.catalog import get_task
 from esper.tasks.images import VARIABLE
 from esper.tasks.objectives import NextByte, NextToken

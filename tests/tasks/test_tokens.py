@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import esper
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.tasks.hosts.factories import GRU, Transformer
 from esper.tasks.objectives import NextByte, NextToken
 from esper.tasks.splits import Splits

@@ -19,7 +19,7 @@ import esper
 from esper.cli import main
 from esper.karn.export_targets import as_markdown, final_table
 from esper.leyline.distribution import TARGETS
-from esper.leyline.errors import RunWarning
+from esper.leyline.messages import RunWarning
 from exported import curves_of_steps
 from thinning import crossed
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 import esper
 from esper.kasmina.blueprints import drawn_with
-from esper.leyline.errors import GrowthWarning, InputError
 from esper.leyline.lifecycle.actions import Op
+from esper.leyline.messages import GrowthWarning, InputError
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from esper.tolaria.live.groups import OWNER
 from loops import LIFE, SETTINGS, STAGES, equal, repeatable, stages

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from esper.leyline.errors import GrowthWarning
+from esper.leyline.messages import GrowthWarning
 
 PAGE = Path(__file__).parents[2] / "docs" / "saving.md"
 pytestmark = pytest.mark.third_party

@@ -6,11 +6,11 @@ import torch
 
 from esper.kasmina.stack.body import APART
 from esper.leyline.data.task import Lengths
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Actions
 from esper.leyline.lifecycle.stages import ADDED, IN_BUDGET, Stage, among
 from esper.leyline.lifecycle.streams import Kind
 from esper.leyline.lifecycle.view import take
+from esper.leyline.messages import InputError
 from esper.tamiyo.rules.base import RandomValid
 from esper.tasks.repair import POOLS, SIZES, RepairSplit, describe, held_back, repair, sample
 from esper.tolaria.engine import VectorizedEngine

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from esper.leyline.config.tree import build_config
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.store.files import cache_root
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.stacked import compiling

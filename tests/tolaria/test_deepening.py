@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import esper
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 
 NETWORKS = {
     "GPT": (GPT, TOKENS, {"h": (2, 4)}),

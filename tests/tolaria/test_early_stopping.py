@@ -11,10 +11,10 @@ from sklearn.datasets import load_diabetes
 
 import esper
 from esper.leyline.data.objective import selection_score
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Scores
+from esper.leyline.messages import InputError
 from esper.runs.baselines import grown_of, train_baseline
 from esper.runs.evaluation.contenders import named
 from esper.runs.evaluation.evaluation import run_evaluation

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from esper.leyline.data.keys import Purpose, key, permutations
 from esper.leyline.data.task import Split
-from esper.leyline.errors import InputError
-from esper.leyline.text import counted
+from esper.leyline.messages import InputError, counted
 from esper.tolaria.stacked.data import Format, SharedBatchIterator
 
 CPU = torch.device("cpu")

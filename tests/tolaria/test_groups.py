@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.tolaria.live.groups import Groups
 
 SCHEDULERS = {

@@ -13,8 +13,8 @@ import esper
 from esper.karn.terminal.console import trouble_lines
 from esper.kasmina.stack.rows import Stack
 from esper.leyline.config.tree import OptimizerConfig
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.verdicts import Vital
+from esper.leyline.messages import InputError
 from esper.store.tensors import flatten, unflatten
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.runtime import check_modules

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.lifecycle import doses
 from esper.kasmina.stack.layers import Linear
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.slots import SlotSpec
 from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.messages import InputError
 from esper.tasks.own.custom import task_from
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.stacked.compiling import PassBatch, PassLoss, microbatches

@@ -10,7 +10,7 @@ import torch
 from esper.api import grow
 from esper.cli import main
 from esper.leyline.data.task import Instance, Lengths, Mixture, Room, Split, finite
-from esper.leyline.errors import DataWarning, InputError
+from esper.leyline.messages import DataWarning, InputError
 from esper.tasks.catalog import TASKS, get_task
 from esper.tasks.hosts.factories import MLP
 from esper.tasks.objectives import Classification

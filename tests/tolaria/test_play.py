@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Actions
+from esper.leyline.messages import InputError
 from esper.tamiyo.rules.base import Never, RandomValid
 from esper.tolaria.engine import Observer, Until, VectorizedEngine, decide, planted, play
 from populations import blobs, small_config

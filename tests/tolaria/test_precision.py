@@ -7,7 +7,7 @@ import torch
 import esper
 from esper.cli import main
 from esper.leyline.config.tree import build_config
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.tolaria import runtime
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.runtime import multiplies_bfloat16, products_in, resolve_amp

@@ -21,7 +21,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 import esper
 from esper.karn.run_model import RunModel
 from esper.leyline.data.workers import read_by_workers
-from esper.leyline.errors import InputError, RunWarning, UserCodeError
+from esper.leyline.messages import InputError, RunWarning, UserCodeError
 from esper.leyline.protocols import Proposed
 from esper.nissa.rows import PhasesRow
 from esper.store.tensors import flatten, unflatten

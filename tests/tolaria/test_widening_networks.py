@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import esper
 from esper.kasmina.graft.multiplying import VARIANTS, WAYS, Multiplication
-from esper.leyline.errors import GrowthWarning, InputError
+from esper.leyline.messages import GrowthWarning, InputError
 
 
 class RMSNorm(nn.Module):

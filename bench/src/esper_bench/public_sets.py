@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 """Folder of the Debian package dataset-fashion-mnist."""

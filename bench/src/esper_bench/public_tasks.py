@@ -8,7 +8,7 @@ import torch
 
 import esper
 from esper.leyline.data.task import Task
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper_bench.public_sets import fashion_mnist as read_fashion_mnist
 from esper_bench.public_sets import letter_recognition
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.store.disk import write_atomic
 
 SUITE = 1

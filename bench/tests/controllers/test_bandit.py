@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
 from esper.leyline.config.tree import build_config
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.tamiyo.catalog import find_controller, get_controller
 from esper_bench.controllers.bandit import (
     NAMES,

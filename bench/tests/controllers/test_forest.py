@@ -7,9 +7,9 @@ import pytest
 from safetensors.numpy import load, save
 from sklearn.ensemble import ExtraTreesRegressor
 
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import BlueprintInfo
+from esper.leyline.messages import InputError
 from esper.tamiyo.policy.packages import inner_slots
 from esper.tolaria.measure.sensors import SENSORS
 from esper_bench.controllers.forest import FEATURES, Forest, Forests, forest_of, load_forests, save_forests

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 import esper
 from esper.cli import main
 from esper.leyline.config.tree import build_config
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.runs.evaluation.contenders import named
 from esper.runs.folder.resume import read_config
 from esper.tolaria.engine import VectorizedEngine

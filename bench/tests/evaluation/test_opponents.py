@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from esper.leyline.config.tree import build_config
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.runs.evaluation.contenders import Contender, named, trainings
 from esper.runs.evaluation.evaluation import Design, Runner, run_evaluation
 from esper.runs.evaluation.statistics import interval, mean, mean_difference

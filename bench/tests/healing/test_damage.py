@@ -13,7 +13,7 @@ from esper.kasmina.host import SegmentedHost, check_host
 from esper.kasmina.stack.layers import Residual
 from esper.kasmina.stack.rows import Stack
 from esper.leyline.data.task import Split
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.runs.healing.training import redraw_dead
 from esper.tasks.hosts.factories import host_from
 from esper.tasks.hosts.feedforward import MLP

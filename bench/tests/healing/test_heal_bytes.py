@@ -8,9 +8,9 @@ import torch
 
 from esper.kasmina.blueprints import drawn_with
 from esper.leyline.config.tree import build_config
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.messages import InputError
 from esper.store.files import VARIABLE
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from esper.tasks.hosts.factories import host_from

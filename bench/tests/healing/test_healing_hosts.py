@@ -9,7 +9,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.store.files import VARIABLE
 from esper_bench.healing import hosts as healing_hosts
 from esper_bench.healing.data import FAMILIES, PIXEL_SCALE, SIZES, Subset, digit_pools, examples, problem

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from esper.leyline.config.tree import build_config
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.tasks import repair
 from esper.tasks.small import classical
 from esper.tolaria.engine import VectorizedEngine

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from esper.leyline.config.tree import Config, build_config
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Actions, Head, Op
 from esper.leyline.lifecycle.masks import complete, defaults
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.verdicts import Refusal
 from esper.leyline.lifecycle.view import View
+from esper.leyline.messages import InputError
 from esper.leyline.protocols import Controller
 from esper.tamiyo.rules.base import Never
 from esper.tolaria.engine import Observer, Step, VectorizedEngine, play

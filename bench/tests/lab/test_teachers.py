@@ -2,7 +2,7 @@
 
 import pytest
 
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.runs.configuration import training_configs
 from esper.runs.train import Trainer, cohorts_of
 from esper.tamiyo.catalog import get_controller

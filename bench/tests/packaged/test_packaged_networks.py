@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from esper.cli import main
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper_bench.healing.damage import low_rank, unstructured
 from esper_bench.packaged import letters, pitch, speech
 from esper_bench.packaged.networks import (

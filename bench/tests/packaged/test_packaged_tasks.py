@@ -11,7 +11,7 @@ import torch
 import esper as library
 from esper.kasmina.blueprints import BLUEPRINTS
 from esper.leyline.data.batches import run
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.tasks.catalog import get_task, task_names
 from esper_bench.packaged import tasks
 from esper_bench.packaged.networks import NETWORKS, damaged

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper_bench.streams.data import LONGEST, RANGES, SHORTEST, TRAINING, Change, digits, draw_streams
 
 EVERY = list(Change)

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper_bench.streams.controllers import Adaptive
 from esper_bench.streams.data import Change, draw_streams
 from esper_bench.streams.fitted import NUMBERS, RATES, SHIPPED, Fitted, read_numbers, to_file

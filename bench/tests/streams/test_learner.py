@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.store.checkpoint import flatten, unflatten
 from esper_bench.streams.alarm import DEVIATIONS, LEAST, MEMORY, REST, InputShift, heard, silent
 from esper_bench.streams.bank import EVERY_PART, HEAD_PART, SEED_PARTS, slot_part

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper_bench.streams.comparison import stream
 from esper_bench.streams.data import Segment
 from esper_bench.streams.own import own_streams

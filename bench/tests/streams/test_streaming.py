@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from esper.cli import main
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.store.lock import Lock
 from esper_bench.streams import comparison as streaming
 from esper_bench.streams.comparison import stream

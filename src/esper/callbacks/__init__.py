@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from esper.leyline.config.arguments import check_names
-from esper.leyline.errors import InputError
-from esper.leyline.text import kind_of
+from esper.leyline.messages import InputError, kind_of
 
 if TYPE_CHECKING:
     from esper.callbacks.hugging_face import HuggingFaceAnytimeGrowth, HuggingFaceGrowth

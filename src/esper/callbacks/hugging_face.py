@@ -12,8 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from esper.callbacks import GrowthCallback, LargerWeights, count_targets
 from esper.leyline.distribution import of_extra
-from esper.leyline.errors import InputError
-from esper.leyline.text import kind_of
+from esper.leyline.messages import InputError, kind_of
 from esper.runs.live.anytime import AnytimeGrowth
 from esper.runs.live.growth import Growth
 from esper.runs.live.growth_state import check_whole

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from esper.callbacks import GrowthCallback, LargerWeights, count_targets
 from esper.kasmina.graft.grown import CHILD
 from esper.leyline.distribution import of_extra
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.runs.live.anytime import AnytimeGrowth
 from esper.runs.live.growth import Growth
 from esper.tolaria.live.probe import Batches, Loss

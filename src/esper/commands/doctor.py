@@ -14,7 +14,7 @@ from typer import Option
 
 from esper.commands.options import say, use_one_thread
 from esper.leyline.distribution import EXTRAS, pip_install
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 
 Check = tuple[bool | None, str]
 """Whether a check passed, or None if something optional is missing; and what was checked."""

@@ -14,8 +14,7 @@ from typer import Argument, Option
 
 from esper.commands.options import fail, say
 from esper.leyline.distribution import TARGETS, of_extra
-from esper.leyline.errors import InputError, system_in_words
-from esper.leyline.text import counted
+from esper.leyline.messages import InputError, counted, system_in_words
 
 if TYPE_CHECKING:
     from esper.karn.export_targets import Box

@@ -13,8 +13,7 @@ import typer
 from typer import Argument, Option
 
 from esper.commands.options import say, use_one_thread
-from esper.leyline.errors import InputError, in_words
-from esper.leyline.text import kind_of
+from esper.leyline.messages import InputError, in_words, kind_of
 
 PLACE = "path.py:function or module:function"
 AGAIN = "give the same command again"

@@ -10,8 +10,7 @@ import typer
 from typer import Argument, Option
 
 from esper.commands.options import PLACE, print_columns, say
-from esper.leyline.errors import InputError
-from esper.leyline.text import did_you_mean
+from esper.leyline.messages import InputError, did_you_mean
 
 
 def tasks(

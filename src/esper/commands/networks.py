@@ -13,7 +13,7 @@ from esper.api import load
 from esper.kasmina.blueprints import count
 from esper.kasmina.network import export
 from esper.leyline.data.task import Task
-from esper.leyline.errors import InputError, system_in_words
+from esper.leyline.messages import InputError, system_in_words
 from esper.leyline.reference import is_reference
 from esper.runs.folder.resume import read_config
 from esper.store.disk import SUMS, check_sum, find_folder, sums_of, write_folder

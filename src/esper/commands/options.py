@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer import Option
 
-from esper.leyline.errors import InputError
-from esper.leyline.text import aligned, counted, printable
+from esper.leyline.messages import InputError, aligned, counted, printable
 
 if TYPE_CHECKING:
     from esper.karn.report.frame import Pictures

@@ -7,7 +7,7 @@ from typer import Argument, Option
 
 from esper.commands import options
 from esper.commands.viewing import Watched, beside
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 
 
 def grow(

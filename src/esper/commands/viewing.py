@@ -12,7 +12,7 @@ import typer
 from typer import Argument, Option
 
 from esper.commands.options import Json, PictureFormat, PicturesFolder, fail, say, say_pictures
-from esper.leyline.errors import InputError, amended
+from esper.leyline.messages import InputError, amended
 
 
 def report(

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from esper.leyline.distribution import of_extra
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 
 with of_extra("gym", "esper.gym needs Gymnasium, which is"):
     import gymnasium  # noqa: F401

@@ -17,9 +17,8 @@ from esper.karn.report.trained import round_curves
 from esper.karn.run_model import RunModel
 from esper.karn.terminal.console import Table, added_params, estimate
 from esper.leyline.config.arguments import to_path
-from esper.leyline.errors import InputError
 from esper.leyline.intervals import MeanInterval, t_factor, t_interval
-from esper.leyline.text import counted, printable
+from esper.leyline.messages import InputError, counted, printable
 
 Key = tuple[str, str, int, int]
 """Task, part of its instances, run seed and number of an environment. Two environments of one key have the same host, the same

@@ -10,7 +10,7 @@ from esper.karn.report.drawing import Figure, ForestRow, below_each_other, fores
 from esper.karn.report.frame import Content, ReportSection, flat_settings
 from esper.karn.terminal.console import Table, print_lines, print_table, worker_lines
 from esper.leyline.intervals import MeanInterval, plus_minus
-from esper.leyline.text import counted
+from esper.leyline.messages import counted
 
 Record = Mapping[str, Any]
 FEW_UNITS = 10  # with fewer instances or runs, a line says that the intervals of a task are too narrow

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from esper.karn.report.drawing import Figure, Shape, paint
 from esper.karn.terminal.console import Table, comparison_table
-from esper.leyline.errors import InputError
-from esper.leyline.text import counted, printable, rounded
+from esper.leyline.messages import InputError, counted, printable, rounded
 from esper.store.disk import write_once
 from esper.store.lock import locked_folder
 

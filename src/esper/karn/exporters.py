@@ -12,8 +12,7 @@ from esper.karn.export_targets import KEPT, MAKE, Box, Target, boxes_of, drawing
 from esper.karn.reader import OpenRun, Tail, open_run
 from esper.karn.run_model import RunModel
 from esper.leyline.distribution import check_installed
-from esper.leyline.errors import InputError, first_line, system_in_words, typed_line
-from esper.leyline.text import printable
+from esper.leyline.messages import InputError, first_line, printable, system_in_words, typed_line
 from esper.nissa.rows import Row
 from esper.store.disk import read_kept, write_atomic, write_once
 from esper.store.files import ENVIRONMENT, EVENTS

@@ -18,7 +18,7 @@ from esper.leyline.config.arguments import to_path
 from esper.leyline.config.parsing import LARGEST_YAML, parse_json, parse_yaml
 from esper.leyline.config.tree import BASELINES, Config, build_config
 from esper.leyline.distribution import of_extra
-from esper.leyline.errors import InputError, amended, typed_line
+from esper.leyline.messages import InputError, amended, typed_line
 from esper.nissa.events import RunShape, decode_lines, read_events, record
 from esper.nissa.rows import KINDS, Count, Row, Value
 from esper.store.disk import open_regular, read_kept

@@ -50,7 +50,7 @@ def of_extra(extra: str, sentence: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        from esper.leyline.errors import InputError, typed_line  # what imports `esper` does not need them
+        from esper.leyline.messages import InputError, typed_line  # what imports `esper` does not need them
 
         found = "not installed" if isinstance(error, ModuleNotFoundError) else f"damaged: {typed_line(error)}"
         raise InputError(f"{sentence} {found}; run {pip_install(extra)}") from None
@@ -64,7 +64,7 @@ def check_installed(target: str) -> None:
     """Raise InputError if the package of a target is not installed; nothing is imported."""
     from importlib.util import find_spec
 
-    from esper.leyline.errors import InputError  # what imports `esper` does not need it
+    from esper.leyline.messages import InputError  # what imports `esper` does not need it
 
     for module in EXTRAS[target]:
         if find_spec(module) is None:

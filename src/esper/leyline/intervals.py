@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from esper.leyline.text import rounded
+from esper.leyline.messages import rounded
 
 Values = Sequence[float | None]
 

@@ -5,7 +5,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from esper.leyline.errors import InputError, typed_line
+from esper.leyline.messages import InputError, typed_line
 
 TASKS, CONTROLLERS, OUTPUTS, COMMANDS = "esper.tasks", "esper.controllers", "esper.outputs", "esper.commands"
 """The groups of entry points that Esper reads (`esper docs plugins`)."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from esper.leyline.lifecycle.view import View
-from esper.leyline.text import duration
+from esper.leyline.messages import duration
 
 
 class Progress:

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.lifecycle.view import Outcome, View
-from esper.leyline.text import kind_of, with_article
+from esper.leyline.messages import InputError, kind_of, with_article
 
 
 class Controller(ABC):

@@ -14,9 +14,8 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from esper.leyline.config.arguments import required_arguments
-from esper.leyline.errors import InputError, UserCodeError, is_library, typed_line
+from esper.leyline.messages import InputError, UserCodeError, did_you_mean, is_library, kind_of, typed_line
 from esper.leyline.plugins import CONTROLLERS, plugins
-from esper.leyline.text import did_you_mean, kind_of
 
 _READ: dict[Path, tuple[bytes, ModuleType]] = {}
 """The files that were imported, with their content: a file runs again only after it was edited."""

@@ -11,9 +11,8 @@ from typing import Any, get_args, get_origin
 import msgspec
 import numpy as np
 
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.view import Bools, Floats
-from esper.leyline.text import counted, kind_of
+from esper.leyline.messages import InputError, counted, kind_of
 from esper.nissa.rows import KINDS, SCHEMA, AnyRow, PlayedRow, Row, RunRow, axes_of
 from esper.store.disk import open_regular
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from esper.leyline.errors import RunWarning, typed_line, warn
+from esper.leyline.messages import RunWarning, typed_line, warn
 from esper.nissa.events import encode
 from esper.nissa.recovery import Mark, free_path
 from esper.nissa.rows import GateRow, GradientsRow, MeasurementRow, PhasesRow, RewardRow, Row, SensorsRow, StepRow

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from esper.leyline.text import counted
+from esper.leyline.messages import counted
 from esper.nissa.events import check_version
 from esper.nissa.rows import AnyRow
 from esper.store.disk import write_atomic

@@ -7,9 +7,8 @@ from typing import Any
 from esper.leyline.config.parsing import LARGEST_YAML, parse_yaml
 from esper.leyline.config.tree import Config, build_config
 from esper.leyline.data.task import AnyTask, with_steps
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError, kind_of
 from esper.leyline.protocols import Controller
-from esper.leyline.text import kind_of
 from esper.store.disk import read_named
 from esper.tamiyo.catalog import ControllerSpec, find_controller
 

@@ -21,8 +21,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from esper.kasmina.blueprints import drawn_with
 from esper.leyline.config.arguments import check_integer, is_number
-from esper.leyline.errors import InputError
-from esper.leyline.text import counted
+from esper.leyline.messages import InputError, counted
 from esper.runs.live.anytime import AnytimeGrowth
 from esper.runs.live.knee import Knee, find_knee, shortest
 from esper.tolaria.live.resize import check_free, check_learning, widen

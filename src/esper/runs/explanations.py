@@ -13,8 +13,8 @@ from esper.leyline.lifecycle.gates import judge
 from esper.leyline.lifecycle.stages import Stage, among
 from esper.leyline.lifecycle.verdicts import Refusal
 from esper.leyline.lifecycle.view import Bools, Space, View
+from esper.leyline.messages import counted, nothing_planted
 from esper.leyline.protocols import Controller
-from esper.leyline.text import counted, nothing_planted
 
 FEW = 30
 """Fewest examples of a split on which figures can rest without a word: below, one example is over 3 % of them."""

@@ -18,12 +18,11 @@ from esper.kasmina.network.export import PROGRAM, save_network
 from esper.leyline.config.tree import Config
 from esper.leyline.data.batches import map_leaves
 from esper.leyline.data.task import AnyTask, epochs_of, with_steps
-from esper.leyline.errors import InputError, OutOfMemory, RolledBack, describe_error
 from esper.leyline.lifecycle.stages import Stage, among
 from esper.leyline.lifecycle.view import View
+from esper.leyline.messages import InputError, OutOfMemory, RolledBack, counted, describe_error
 from esper.leyline.progress import Progress
 from esper.leyline.protocols import Controller
-from esper.leyline.text import counted
 from esper.nissa.events import digits
 from esper.nissa.hub import Output
 from esper.nissa.rows import EvaluationRow

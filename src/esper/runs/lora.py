@@ -11,7 +11,7 @@ from torch import nn
 
 from esper.kasmina.blueprints import count
 from esper.kasmina.graft.recording import call
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.runs.healing.training import HealingExamples, examples_of, usual_loss
 from esper.tolaria.live.probe import Loss
 

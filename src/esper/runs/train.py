@@ -24,12 +24,11 @@ from numpy.typing import NDArray
 from esper.leyline.config.tree import Config, PPOConfig, RewardConfig
 from esper.leyline.data.keys import Purpose, key, scalar
 from esper.leyline.data.task import AnyTask
-from esper.leyline.errors import InputError, LearningError, RolledBack, amended, describe_error
 from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.messages import InputError, LearningError, RolledBack, amended, counted, describe_error
 from esper.leyline.progress import Progress
 from esper.leyline.protocols import Controller, Reward
 from esper.leyline.reference import PAID_BY, is_own_controller
-from esper.leyline.text import counted
 from esper.nissa.events import decode, encode
 from esper.nissa.hub import Hub, Level, Output
 from esper.nissa.rows import EvaluationRow, RoundRow, Row

@@ -14,7 +14,7 @@ from esper.leyline.config.tree import RewardConfig
 from esper.leyline.data.objective import objective_of
 from esper.leyline.intervals import differences, mean_and_error, t_interval
 from esper.leyline.lifecycle.view import Scores
-from esper.leyline.text import counted, rounded
+from esper.leyline.messages import counted, rounded
 from esper.runs.baselines import Absent, BaselineResult
 
 RIVALS: Mapping[str, str] = {

@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 
 from esper.leyline.config.tree import PPOConfig
 from esper.leyline.data.keys import Purpose, key, permutations
-from esper.leyline.errors import LearningError
 from esper.leyline.lifecycle.actions import RELEVANT, Head, Op
+from esper.leyline.messages import LearningError
 from esper.simic.exchange import Exchange, ExchangeError
 from esper.simic.rollout import Rollout, ShardedRollout, take
 from esper.tamiyo.policy.controller import Policy

@@ -24,13 +24,12 @@ from esper.leyline.config.arguments import takes_one_argument
 from esper.leyline.config.tree import RewardConfig
 from esper.leyline.data.objective import growth_of
 from esper.leyline.data.objective import objective as objective
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.stages import IN_BUDGET, LIVE, Stage, among
 from esper.leyline.lifecycle.view import Bools, Floats, Outcome, Scores
+from esper.leyline.messages import InputError, kind_of
 from esper.leyline.protocols import Reward
 from esper.leyline.reference import find_reference
-from esper.leyline.text import kind_of
 
 Components = dict[str, Floats]
 """The components of a worth or of a reward by name, each (E,) float64."""

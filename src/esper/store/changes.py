@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from esper.leyline.config.parsing import parse_json
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.store.disk import read_kept, sha256_of, write_atomic
 from esper.store.files import CHANGES, CONFIG, to_json
 

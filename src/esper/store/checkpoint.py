@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from esper.leyline.config.tree import CheckpointConfig
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.store.background import Background
 from esper.store.changes import read_trail
 from esper.store.disk import (

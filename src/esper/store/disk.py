@@ -17,7 +17,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from esper.leyline.errors import InputError, system_in_words
+from esper.leyline.messages import InputError, system_in_words
 from esper.store.files import is_run
 
 Content = bytes | Sequence[bytes | memoryview]

@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 
 CONFIG = "config.yaml"  # all settings; a folder is a run if it has this file
 CHANGES = "changes.json"  # later changes of the settings

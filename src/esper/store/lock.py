@@ -16,7 +16,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.store.disk import FULL, Retry, read_kept
 
 LOCK = "lock"

@@ -8,12 +8,11 @@ from types import MappingProxyType
 from typing import Any
 
 from esper.leyline.config.tree import Config
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError, did_you_mean
 from esper.leyline.plugins import CONTROLLERS as GROUP
 from esper.leyline.plugins import lacking, load_plugin, plugins
 from esper.leyline.protocols import Controller, as_controller
 from esper.leyline.reference import digest_of_sources, is_own_controller, load_reference, unnamed_function
-from esper.leyline.text import did_you_mean
 from esper.store.disk import find_folder, read_named
 from esper.tamiyo.policy.actor import Learned
 from esper.tamiyo.policy.controller import FACTS, WEIGHTS, load_policy, read_facts

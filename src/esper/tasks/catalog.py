@@ -7,11 +7,10 @@ from functools import partial
 from types import MappingProxyType
 
 from esper.leyline.data.task import AnyTask, Mixture, Task
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError, did_you_mean, kind_of
 from esper.leyline.plugins import TASKS as GROUP
 from esper.leyline.plugins import lacking, load_plugin, plugins
 from esper.leyline.reference import is_reference, load_reference, unnamed_function
-from esper.leyline.text import did_you_mean, kind_of
 from esper.tasks import images, repair, small, spirals, text
 
 _BUILT_IN: Mapping[str, tuple[Callable[[], AnyTask], str]] = {

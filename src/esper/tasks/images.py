@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from esper.leyline.data.batches import Batch, picked
 from esper.leyline.data.task import Pixels, Split, Task, one_tensor
 from esper.leyline.distribution import of_extra
-from esper.leyline.errors import InputError, in_words
-from esper.leyline.text import counted
+from esper.leyline.messages import InputError, counted, in_words
 from esper.store.disk import read_named
 from esper.tasks.hosts.factories import CNN, MAP_MENU, ResidualCNN
 from esper.tasks.objectives import Classification

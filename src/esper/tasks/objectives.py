@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from esper.leyline.data.task import Differentiated, Label, Objective, Scaling
-from esper.leyline.errors import InputError, in_words
-from esper.leyline.text import did_you_mean, kind_of
+from esper.leyline.messages import InputError, did_you_mean, in_words, kind_of
 
 MANY = 64
 """Classes from which on `F.cross_entropy` is faster on a CPU than the formula written out: 1.7 times at 64 and at 256. For few

@@ -11,8 +11,7 @@ from torch import Tensor
 from esper.leyline.data import keys
 from esper.leyline.data.batches import Batch, check_lengths, named_leaves, picked
 from esper.leyline.data.task import Scaling, Split, check_finite, nonfinite, one_tensor, which
-from esper.leyline.errors import InputError
-from esper.leyline.text import counted
+from esper.leyline.messages import InputError, counted
 
 
 class Splits(NamedTuple):

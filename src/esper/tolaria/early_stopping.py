@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from esper.leyline.config.tree import Config
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
 from esper.leyline.lifecycle.view import Bools, Floats, Seeds
-from esper.leyline.text import counted
+from esper.leyline.messages import counted
 from esper.tolaria.population import Keeper
 
 UNDER_WAY = IN_BUDGET - {Stage.FOSSILIZED}

@@ -22,7 +22,6 @@ from esper.leyline.config.tree import Config, EarlyStoppingConfig
 from esper.leyline.data.keys import Purpose, scalar
 from esper.leyline.data.objective import objective_of, selection_score
 from esper.leyline.data.task import AnyTask, Split, with_steps
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Actions, Op, checked_actions
 from esper.leyline.lifecycle.gates import judge
 from esper.leyline.lifecycle.masks import barred, without_blueprints
@@ -45,6 +44,7 @@ from esper.leyline.lifecycle.view import (
     read_only,
     take,
 )
+from esper.leyline.messages import InputError
 from esper.leyline.protocols import Controller, Judgement, Proposed, as_controller
 from esper.leyline.records import as_tree, brief, from_tree
 from esper.tolaria.early_stopping import EarlyStopping

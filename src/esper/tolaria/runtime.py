@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from esper.leyline.config.tree import Config
-from esper.leyline.errors import InputError, OutOfMemory, is_out_of_memory, raised_in_user_code, requested_memory
+from esper.leyline.messages import InputError, OutOfMemory, is_out_of_memory, raised_in_user_code, requested_memory
 
 
 def resolve_device(text: str) -> torch.device:

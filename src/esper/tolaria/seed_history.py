@@ -16,7 +16,7 @@ from esper.leyline.lifecycle.gates import judge
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
 from esper.leyline.lifecycle.verdicts import Vital
 from esper.leyline.lifecycle.view import Bools, Measurements, Seeds, Space, Transitions
-from esper.leyline.text import counted
+from esper.leyline.messages import counted
 
 GATES = {Stage.TRAINING: "advance", Stage.HOLDING: "fossilize"}
 """The gate that a seed must pass next, by its stage."""

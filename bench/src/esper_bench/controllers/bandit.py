@@ -12,8 +12,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.view import Floats, View
+from esper.leyline.messages import InputError
 from esper.store.disk import read_named, write_atomic
 from esper_bench.controllers.healing_features import FEATURES, UNKNOWN, slot_features, table
 from esper_bench.controllers.placement import Picks, Placement

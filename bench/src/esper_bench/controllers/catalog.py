@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.tamiyo.catalog import ControllerSpec
 from esper_bench.controllers.bandit import load_bandit
 from esper_bench.controllers.placement import Collapse, DriftRise, InnerUse, ParticipationDrop, Placement, Uniform

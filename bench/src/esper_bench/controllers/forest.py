@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.view import Floats
+from esper.leyline.messages import InputError
 from esper.store.disk import read_named, write_atomic
 
 LARGEST = 2**24  # bytes of a file

@@ -17,7 +17,7 @@ from esper.leyline.lifecycle.actions import Actions, Head, Ints, Op
 from esper.leyline.lifecycle.masks import complete, defaults
 from esper.leyline.lifecycle.verdicts import Refusal
 from esper.leyline.lifecycle.view import Bools, Floats, Outcome, View, sensor
-from esper.leyline.text import nothing_planted
+from esper.leyline.messages import nothing_planted
 from esper.tamiyo.policy.packages import inner_slots
 from esper.tamiyo.rules.base import Rule
 from esper_bench.controllers.plans import BYPASS, HERE, MIXED, UNIFORM, Placed, Plan, stream_slots, wished

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.leyline.config.tree import Config
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.view import Bools, Floats, View, sensor
+from esper.leyline.messages import InputError
 from esper.tamiyo.policy.packages import indices, inner_slots
 from esper_bench.controllers.forest import load_forests
 from esper_bench.controllers.handover import HANDED, Handover, SkipWhereWeak

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.view import Floats, View
+from esper.leyline.messages import InputError
 from esper_bench.controllers.forest import Forests, load_forests
 from esper_bench.controllers.healing_features import FEATURES, TAUGHT_FEATURES, slot_features, table
 from esper_bench.controllers.placement import Choice, Picks, Placement, Ranking, first

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from esper.leyline.config.tree import TrialsConfig
 from esper.leyline.data.objective import objective
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.view import View
+from esper.leyline.messages import InputError
 from esper.leyline.protocols import Proposed
 from esper_bench.controllers.placement import Choice, Picks, Placement, Ranking, first
 from esper_bench.controllers.plans import NONE

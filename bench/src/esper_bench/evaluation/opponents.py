@@ -10,9 +10,8 @@ import numpy as np
 
 from esper.leyline.config.tree import Config, build_config
 from esper.leyline.data.task import AnyTask
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.view import Space
-from esper.leyline.text import counted
+from esper.leyline.messages import InputError, counted
 from esper.runs.evaluation.contenders import ROWS, Contender, named
 from esper.runs.evaluation.evaluation import Design, Runner
 from esper.tolaria.engine import VectorizedEngine

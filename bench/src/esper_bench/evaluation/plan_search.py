@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from esper.leyline.config.tree import Config
 from esper.leyline.data.objective import objective_of
 from esper.leyline.data.task import AnyTask
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.view import Floats, Outcome
-from esper.leyline.text import counted
+from esper.leyline.messages import InputError, counted
 from esper.runs.baselines import Absent
 from esper.runs.evaluation.contenders import (
     ROWS,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 import esper
 from esper.leyline.data.task import AnyTask, Mixture
 from esper.leyline.lifecycle.view import Floats
-from esper.leyline.text import counted, rounded
+from esper.leyline.messages import counted, rounded
 from esper.runs.evaluation.contenders import RULES, Contender, named
 from esper.runs.evaluation.evaluation import Arrays, Design, Entry, Rivals, Runner
 from esper.runs.evaluation.record import Evaluation, Record, RecordedFigures, estimate

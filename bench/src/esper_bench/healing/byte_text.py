@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from esper.leyline.data import keys
 from esper.leyline.data.task import Split
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.tasks.text import sources
 from esper_bench.healing.data import Subset
 

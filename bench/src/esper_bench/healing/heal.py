@@ -12,7 +12,7 @@ from torch import nn
 from esper.kasmina.host import SegmentedHost
 from esper.leyline.data.batches import Batch
 from esper.leyline.data.task import Instance, Lengths, Mixture, Room, Split
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.runs.healing.training import redraw_dead
 from esper.tasks.hosts.feedforward import MLP
 from esper.tasks.objectives import Classification

@@ -22,7 +22,7 @@ from esper.kasmina.host import SegmentedHost
 from esper.kasmina.stack.rows import RowMapping, Stack
 from esper.leyline.data import keys
 from esper.leyline.data.task import Split, one_tensor
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.store.disk import read_kept, write_atomic
 from esper.store.files import cache_root
 from esper.store.tensors import to_parts

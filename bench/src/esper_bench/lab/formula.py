@@ -16,7 +16,7 @@ from esper.leyline.config.tree import Config
 from esper.leyline.data.keys import Purpose, key
 from esper.leyline.lifecycle.actions import Blend, Ints
 from esper.leyline.lifecycle.view import BlueprintInfo, Bools, Floats, Seeds, Space, choose, take
-from esper.leyline.text import counted
+from esper.leyline.messages import counted
 from esper.tolaria.population import Figures, Indices, Keeper, ProbeRequest, TrainedFigures, row_environments
 
 HOST_PARAMS = 1000

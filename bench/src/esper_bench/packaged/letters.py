@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from esper.leyline.data import keys
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper_bench.packaged.package_files import package_file
 
 LETTERS = ("<pad>", "<unk>", "</s>", *"abcdefghijklmnopqrstuvwxyz")

@@ -3,7 +3,7 @@
 import importlib.util
 from pathlib import Path
 
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 
 
 def package_file(module: str, path: str, package: str) -> Path:

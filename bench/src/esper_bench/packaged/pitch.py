@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from esper.leyline.data import keys
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper_bench.packaged.package_files import package_file
 
 SAMPLES, RATE, BINS = 1024, 16000, 360

@@ -17,7 +17,7 @@ from scipy.signal import lfilter, resample_poly  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 from esper.leyline.data import keys
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper_bench.packaged.package_files import package_file
 
 CHUNK, CONTEXT, RATE = 512, 64, 16000

@@ -19,7 +19,7 @@ from safetensors.torch import load
 from esper.leyline.config.arguments import check_choice, to_path
 from esper.leyline.config.input import show
 from esper.leyline.config.tree import parse_setting
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.runs.evaluation.statistics import Floats, Interval, interval, mean, mean_difference
 from esper.runs.folder.interrupt import Interrupt
 from esper.store import disk

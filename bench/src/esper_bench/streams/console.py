@@ -7,7 +7,7 @@ import numpy as np
 from rich.console import Console
 
 from esper.karn.terminal.console import Table, print_lines, print_table
-from esper.leyline.text import counted
+from esper.leyline.messages import counted
 
 COLUMNS = ("method", "accuracy", "over the first", "retention", "alarms", "multiply-adds")
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from esper.leyline.data import keys
 from esper.leyline.data.keys import Purpose
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

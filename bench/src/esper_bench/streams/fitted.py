@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from esper.leyline.config.input import show
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.store.disk import read_named
 from esper_bench.streams.controllers import best_stored
 from esper_bench.streams.data import Floats, Ints

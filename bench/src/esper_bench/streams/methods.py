@@ -7,8 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from esper.leyline.config.input import show
-from esper.leyline.errors import InputError
-from esper.leyline.text import did_you_mean
+from esper.leyline.messages import InputError, did_you_mean
 from esper_bench.streams.additions import Consolidation, Replacement, Replay
 from esper_bench.streams.bank import EVERY_PART, SEED_PARTS
 from esper_bench.streams.controllers import Adaptive, OnAlarm, StoreAndReactivate

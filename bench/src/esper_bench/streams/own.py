@@ -19,7 +19,7 @@ from esper.leyline.config.arguments import to_path
 from esper.leyline.config.input import show
 from esper.leyline.data import keys
 from esper.leyline.data.keys import Purpose
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper_bench.streams.data import BATCH, Ints, Segment, StreamDraw
 from esper_bench.streams.play import SUPPORT
 

@@ -11,7 +11,7 @@ from esper.karn.terminal.console import Table
 from esper.leyline.intervals import plus_minus
 from esper.leyline.lifecycle.stages import Stage, meaning_of
 from esper.leyline.lifecycle.verdicts import Refusal, Vital
-from esper.leyline.text import counted, listed
+from esper.leyline.messages import counted, listed
 from esper.nissa.rows import LifecycleRow
 
 NAMED = 8  # most environments or steps that a sentence names

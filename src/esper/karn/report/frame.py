@@ -15,8 +15,7 @@ from esper.karn.report.drawing import LASTING, Figure, draw, paint
 from esper.karn.terminal.console import Table
 from esper.leyline.config.input import dotted
 from esper.leyline.distribution import installed_version
-from esper.leyline.errors import InputError, system_in_words
-from esper.leyline.text import printable
+from esper.leyline.messages import InputError, printable, system_in_words
 from esper.store.disk import write_atomic
 
 FORMATS = ("png", "pdf", "svg")

@@ -13,7 +13,7 @@ from esper.karn.terminal.console import DESCRIPTIONS, Table
 from esper.leyline.intervals import differences, mean_and_error, plus_minus, t_interval
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
 from esper.leyline.lifecycle.verdicts import Refusal
-from esper.leyline.text import counted
+from esper.leyline.messages import counted
 
 DRAWN_READINGS = 48  # most columns of a figure of sensors or seeds
 DRAWN_SEEDS = 12  # most rows of the figure of what grew where, those that most environments had for the longest time

@@ -25,10 +25,9 @@ from esper.leyline.config.arguments import to_path
 from esper.leyline.config.parsing import parse_json
 from esper.leyline.config.tree import Config
 from esper.leyline.data.objective import objective
-from esper.leyline.errors import InputError, RunWarning, warn
 from esper.leyline.intervals import differences, t_interval
 from esper.leyline.lifecycle.stages import Stage
-from esper.leyline.text import counted, printable
+from esper.leyline.messages import InputError, RunWarning, counted, printable, warn
 from esper.store.disk import read_kept
 from esper.store.files import EVALUATION, REPORT, SUMMARY, is_run, to_json
 

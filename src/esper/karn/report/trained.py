@@ -9,7 +9,7 @@ from esper.karn.report.drawing import COLOURS, Figure, ForestRow, Series, curves
 from esper.karn.report.frame import ReportSection
 from esper.karn.run_model import NAN, RunModel
 from esper.leyline.intervals import t_interval
-from esper.leyline.text import counted
+from esper.leyline.messages import counted
 from esper.nissa.rows import RoundRow
 
 DRAWN_INPUTS = 24  # most inputs of the policy that the figure shows

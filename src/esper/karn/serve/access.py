@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from esper.karn.serve.pages import error_page, login_page
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.store.disk import read_named
 
 SHORTEST_TOKEN = 16  # characters

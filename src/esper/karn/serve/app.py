@@ -20,9 +20,8 @@ from esper.karn.report.frame import asset, render_content
 from esper.karn.serve import contents, pages
 from esper.karn.serve.access import Door, Guard
 from esper.karn.serve.library import KEPT, Followed, Library, ListedRun, Shown
-from esper.leyline.errors import InputError
 from esper.leyline.intervals import plus_minus
-from esper.leyline.text import counted
+from esper.leyline.messages import InputError, counted
 from esper.nissa.rows import DecisionRow, RunRow
 from esper.store.disk import file_name, open_regular
 from esper.store.files import EVENTS

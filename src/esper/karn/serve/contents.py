@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from esper.karn.reader import MEND
-from esper.leyline.errors import InputError, system_in_words
 from esper.leyline.lifecycle.actions import Op
+from esper.leyline.messages import InputError, system_in_words
 from esper.nissa.events import decode
 from esper.nissa.rows import DecisionRow
 from esper.store.disk import open_regular

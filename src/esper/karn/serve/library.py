@@ -15,7 +15,7 @@ from esper.karn.reader import Status, Tail, open_run
 from esper.karn.report.frame import render_content
 from esper.karn.report.page import content_of
 from esper.karn.run_model import RunModel
-from esper.leyline.errors import InputError, first_line
+from esper.leyline.messages import InputError, first_line
 from esper.nissa.rows import RunRow
 from esper.store.files import CONFIG, ENVIRONMENT, EVENTS, SUMMARY, is_run
 from esper.store.lock import LOCK, lives, owner_of

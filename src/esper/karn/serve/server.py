@@ -15,7 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 
 LAST_WORDS = 2  # longest wait for answers that are being sent when the server ends [seconds]
 HEADER_TIME = 10.0  # longest wait for the whole head of a request [seconds]

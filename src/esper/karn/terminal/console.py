@@ -15,7 +15,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from esper.leyline.intervals import differences, mean_and_error, plus_minus, t_interval
-from esper.leyline.text import counted, listed, printable
+from esper.leyline.messages import counted, listed, printable
 
 _LONG_WAIT = 0.03  # share of a run that the wait for outputs may have without being mentioned
 SHOWN_GROWN = 4  # kinds of grown seeds by slot that are printed; the report has all of them

@@ -15,11 +15,10 @@ from rich.table import Column
 
 from esper.karn.standard_output import steady
 from esper.karn.terminal.console import print_lines
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import View
+from esper.leyline.messages import InputError, counted, printable
 from esper.leyline.progress import Pace, Progress
-from esper.leyline.text import counted, printable
 from esper.store.background import Backlog
 
 Shown = Literal["auto"] | bool

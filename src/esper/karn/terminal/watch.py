@@ -14,7 +14,7 @@ from esper.karn.run_model import LISTED, RunModel
 from esper.karn.terminal.console import output_lines
 from esper.leyline.distribution import of_extra
 from esper.leyline.lifecycle.stages import ADDED, Stage
-from esper.leyline.text import counted, duration, printable
+from esper.leyline.messages import counted, duration, printable
 from esper.store.files import EVENTS, is_run
 
 with of_extra("tui", "esper watch needs textual, which is"):

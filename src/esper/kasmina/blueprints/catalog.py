@@ -24,11 +24,10 @@ from esper.kasmina.blueprints.vector import (
     SparseHead,
     SparseRows,
 )
-from esper.leyline.errors import InputError, first_line
 from esper.leyline.lifecycle.slots import Tap
 from esper.leyline.lifecycle.streams import STREAMS, Kind
 from esper.leyline.lifecycle.view import BlueprintInfo
-from esper.leyline.text import did_you_mean, kind_of
+from esper.leyline.messages import InputError, did_you_mean, first_line, kind_of
 
 Build = Callable[[int, int], nn.Module]
 Count = Callable[[int, int], int]

@@ -49,10 +49,9 @@ from esper.kasmina.graft.planted import Bank, Mode, Planted, Recipe
 from esper.kasmina.graft.recording import call, floats, learns, mapped, recorded, replaced, results, undone_on_error
 from esper.kasmina.graft.units import set_counts
 from esper.kasmina.slot import Seed
-from esper.leyline.errors import InputError, in_words
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Site
-from esper.leyline.text import counted, with_article
+from esper.leyline.messages import InputError, counted, in_words, with_article
 
 T = TypeVar("T")
 

@@ -24,10 +24,9 @@ from esper.kasmina.graft.recording import (
     tensors,
     untouched,
 )
-from esper.leyline.errors import InputError, is_out_of_memory, typed_line
 from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.streams import STREAMS, Kind, Sequence, Stream
-from esper.leyline.text import aligned, counted, kind_of, listed
+from esper.leyline.messages import InputError, aligned, counted, is_out_of_memory, kind_of, listed, typed_line
 
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 _LAYERS = (nn.Linear, nn.Bilinear, nn.RNNBase, nn.MultiheadAttention, *_CONVOLUTIONS)

@@ -10,8 +10,7 @@ from torch.autograd.graph import Node
 from esper.kasmina.graft.find_sites import EMBEDDINGS
 from esper.kasmina.graft.grown import class_of
 from esper.kasmina.graft.recording import PRODUCT, Recording, before, factors
-from esper.leyline.errors import InputError
-from esper.leyline.text import with_article
+from esper.leyline.messages import InputError, with_article
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)

@@ -18,10 +18,9 @@ from esper.kasmina.graft.grown import class_of, first_tensor, sites_of
 from esper.kasmina.graft.planted import Mode, Planted
 from esper.kasmina.graft.recording import floats, saved
 from esper.kasmina.graft.sharding import fill, gather, gather_module, reshard
-from esper.leyline.errors import InputError, is_out_of_memory
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Site, Tap
-from esper.leyline.text import with_article
+from esper.leyline.messages import InputError, is_out_of_memory, with_article
 
 LINEAR = (Affine, Factored, LinearMap, LowRank, SparseHead, SparseRows)
 """Modules whose change is W u + b at every position."""

@@ -25,9 +25,8 @@ from torch.utils import _pytree as pytree
 from esper.kasmina.graft.planted import Bank, Planted
 from esper.kasmina.graft.recording import floats, mapped, replaced, tensors
 from esper.kasmina.slot import Straight
-from esper.leyline.errors import GrowthWarning, InputError, warn
 from esper.leyline.lifecycle.slots import Site, Tap
-from esper.leyline.text import did_you_mean
+from esper.leyline.messages import GrowthWarning, InputError, did_you_mean, warn
 
 CHILD = "esper"
 """Name of the child of a submodule that holds its seed."""

@@ -27,7 +27,7 @@ from esper.kasmina.graft.flow import CONVOLUTIONS, RECURRENT, Flow, Reach
 from esper.kasmina.graft.folding import known_axes, successor
 from esper.kasmina.graft.recording import PRODUCT, Recording, before, distance, recorded, results, saved
 from esper.kasmina.graft.units import Outputs, axes_of, check_own_weight
-from esper.leyline.errors import InputError, in_words
+from esper.leyline.messages import InputError, in_words
 
 Way = Literal["zeros", "means", "copies"]
 WAYS: tuple[Way, ...] = get_args(Way)

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from esper.kasmina.graft.planted import Planted
-from esper.leyline.errors import InputError, in_words
-from esper.leyline.text import kind_of
+from esper.leyline.messages import InputError, in_words, kind_of
 
 PRODUCT = re.compile(r"(?<!^Cu)(?<!a)[Mm]m|[Mm]v|Conv|(?<!^Upsample)(?<!^UpsampleBi)(?<!^UpsampleTri)[Ll]inear|Rnn")
 """Names of the autograd nodes that multiply by a weight; interpolation, cumulative maxima and gamma functions do not."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.graft.grafted import copied
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -22,8 +22,7 @@ from esper.kasmina.graft.grown import class_of
 from esper.kasmina.graft.recording import call, floats, mapped, results, saved, undone_on_error
 from esper.kasmina.stack.layers import Linear
 from esper.leyline.data.duplicates import is_dense
-from esper.leyline.errors import InputError, in_words, is_out_of_memory
-from esper.leyline.text import with_article
+from esper.leyline.messages import InputError, in_words, is_out_of_memory, with_article
 
 _NORM = (("weight", 1.0), ("bias", 0.0), ("running_mean", 0.0), ("running_var", 1.0))
 """Parameters and buffers of a BatchNorm by feature, with their first values."""

@@ -14,9 +14,8 @@ from esper.kasmina.graft.planted import Planted
 from esper.kasmina.network.grown_network import Graft, GraftedSegments, GrownNetwork
 from esper.kasmina.slot import Seed
 from esper.leyline.config.arguments import to_path
-from esper.leyline.errors import InputError, system_in_words
 from esper.leyline.lifecycle.slots import Tap
-from esper.leyline.text import kind_of, printable
+from esper.leyline.messages import InputError, kind_of, printable, system_in_words
 from esper.store.disk import write_atomic
 
 LAYERS = 6

@@ -17,8 +17,7 @@ from esper.kasmina.graft.folding import known_axes, put
 from esper.kasmina.host import SegmentedHost, drawn_host, dtype_of
 from esper.kasmina.stack.layers import Linear, Residual
 from esper.leyline.data.batches import Batch, cast, run, stream_of
-from esper.leyline.errors import InputError, first_line
-from esper.leyline.text import kind_of
+from esper.leyline.messages import InputError, first_line, kind_of
 
 Factory = Callable[[], nn.Module]
 

@@ -18,7 +18,7 @@ from esper.kasmina.stack.rows import Stack
 from esper.leyline.data.batches import Batch, first, leaves, map_leaves, picked
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.streams import STREAMS, Kind, Stream
-from esper.leyline.text import counted
+from esper.leyline.messages import counted
 
 ROWS = 5
 BATCHES = (3, 7, 32)

@@ -23,8 +23,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from esper.kasmina.stack.fused import Layers, layers_of, mark
 from esper.kasmina.stack.plan import Indices
 from esper.leyline.data.batches import Batch, arguments, first, map_leaves, picked, run, unstacked
-from esper.leyline.errors import InputError, is_out_of_memory
 from esper.leyline.lifecycle.view import Bools
+from esper.leyline.messages import InputError, is_out_of_memory
 
 MAPS = 5  # number of axes of maps with a row axis
 

@@ -20,8 +20,8 @@ from esper.kasmina.stack.layout import HERE, Layout
 from esper.kasmina.stack.plan import Indices
 from esper.kasmina.stack.rows import Stack, picked_columns
 from esper.leyline.data.batches import Batch
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.view import Seeds
+from esper.leyline.messages import InputError
 
 Hosts = Callable[[], nn.Module]
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from esper.leyline.config.input import show
-from esper.leyline.errors import InputError
-from esper.leyline.text import did_you_mean
+from esper.leyline.messages import InputError, did_you_mean
 
 if TYPE_CHECKING:
     from esper.leyline.data.task import AnyTask

@@ -13,8 +13,7 @@ import pydantic
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel
 
-from esper.leyline.errors import InputError
-from esper.leyline.text import did_you_mean, either
+from esper.leyline.messages import InputError, did_you_mean, either
 
 SYNONYMS: Mapping[str, str] = {
     **dict.fromkeys(("learning_rate", "learningrate", "step_size"), "lr"),

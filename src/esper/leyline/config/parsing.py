@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 
 LARGEST_YAML = 2**17  # bytes; the config of a training on twenty tasks has 90 KB, and larger files are slow to parse
 

@@ -9,8 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from esper.leyline.errors import InputError
-from esper.leyline.text import kind_of
+from esper.leyline.messages import InputError, kind_of
 
 
 @runtime_checkable

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from esper.leyline.data.duplicates import is_dense
-from esper.leyline.errors import InputError
-from esper.leyline.text import counted, kind_of
+from esper.leyline.messages import InputError, counted, kind_of
 
 Batch = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 """The inputs of a network: leaves (..., B, *shape), of which each has a shape and a dtype of its own."""

@@ -12,8 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from esper.leyline.data.arrays import Frame, check_different, is_missing, numeric_array, to_array
-from esper.leyline.errors import InputError, in_words
-from esper.leyline.text import kind_of, with_article
+from esper.leyline.messages import InputError, in_words, kind_of, with_article
 
 Value = bool | int | float | str | None
 """An entry of a table as a file holds it; None for a missing value, whichever (None, NaN, NA)."""

@@ -15,9 +15,8 @@ from esper.leyline.config.tree import LARGE, Config
 from esper.leyline.data.arrays import as_tensor, select_columns
 from esper.leyline.data.batches import Batch, Shapes, cast, leaves, named_leaves, picked, shapes
 from esper.leyline.data.preprocess import Preprocess
-from esper.leyline.errors import DataWarning, InputError, warn
+from esper.leyline.messages import DataWarning, InputError, counted, kind_of, warn
 from esper.leyline.records import brief
-from esper.leyline.text import counted, kind_of
 
 SENSED = 256
 """Training examples that the growth sensors are measured on, the first of the train split [examples]."""

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
-from esper.leyline.errors import InputError, UserCodeError, first_line, in_words
+from esper.leyline.messages import InputError, UserCodeError, first_line, in_words
 
 
 def read_by_workers(

@@ -5,10 +5,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.stages import MeantNumber
+from esper.leyline.messages import InputError, kind_of
 from esper.leyline.records import brief
-from esper.leyline.text import kind_of
 
 Ints = NDArray[np.int64]
 

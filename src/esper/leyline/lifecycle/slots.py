@@ -5,8 +5,8 @@ from enum import StrEnum
 from numbers import Integral
 from typing import TYPE_CHECKING, Literal
 
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.streams import STREAMS, Kind, Stream
+from esper.leyline.messages import InputError
 
 
 class Tap(StrEnum):

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 
 GRID = 4
 """Most positions along each side of a map, and the square root of the most positions of a sequence, whose features are measured:

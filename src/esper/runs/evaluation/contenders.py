@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from esper.leyline.config.tree import Config
 from esper.leyline.data.task import AnyTask
-from esper.leyline.errors import InputError, typed_line
 from esper.leyline.lifecycle.view import Outcome
+from esper.leyline.messages import InputError, typed_line
 from esper.leyline.protocols import Controller, as_controller
 from esper.tamiyo.catalog import find_controller, get_controller, with_sensors
 from esper.tolaria.engine import Observer, VectorizedEngine, play

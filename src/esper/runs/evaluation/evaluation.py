@@ -26,11 +26,10 @@ from esper.kasmina.lifecycle import dormant
 from esper.leyline.config.tree import BASELINES, Config, baseline_names, build_config, check_controller_settings
 from esper.leyline.data.objective import objective_of
 from esper.leyline.data.task import AnyTask, Mixture, with_steps
-from esper.leyline.errors import InputError, system_in_words
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Outcome, Scores
+from esper.leyline.messages import InputError, counted, system_in_words
 from esper.leyline.progress import Pace
-from esper.leyline.text import counted
 from esper.runs.baselines import Absent, GrowthResult, grown_of, train_baseline
 from esper.runs.evaluation.contenders import ROWS, RULES, Contender, grow_contender, named, unheard
 from esper.runs.evaluation.record import Evaluation, Record, RecordedFigures, findings

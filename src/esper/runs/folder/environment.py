@@ -21,7 +21,7 @@ from esper.leyline.config.parsing import parse_json
 from esper.leyline.config.tree import Config
 from esper.leyline.data.task import AnyTask, Mixture
 from esper.leyline.distribution import installed_version
-from esper.leyline.errors import InputError, RunWarning, warn
+from esper.leyline.messages import InputError, RunWarning, warn
 from esper.leyline.reference import digest_of, is_reference, own_code
 from esper.nissa.rows import EnvironmentRow
 from esper.store.changes import read_trail

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from esper.leyline.config.input import dotted
 from esper.leyline.config.parsing import LARGEST_YAML, parse_yaml
 from esper.leyline.config.tree import Config, RewardConfig, build_config, dump_config, parse_setting
-from esper.leyline.errors import InputError, amended
+from esper.leyline.messages import InputError, amended
 from esper.leyline.protocols import Reward
 from esper.leyline.reference import PAID_BY, own_code, resume_command
 from esper.simic.rewards import get_reward, load_reward

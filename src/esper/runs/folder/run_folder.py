@@ -18,11 +18,18 @@ from typing import Any, NamedTuple, Self
 from esper.leyline.config.tree import Config, dump_config
 from esper.leyline.data.task import AnyTask
 from esper.leyline.distribution import check_installed
-from esper.leyline.errors import DataFault, InputError, OutOfMemory, UserCodeError, describe_error, system_in_words
 from esper.leyline.lifecycle.view import Space
+from esper.leyline.messages import (
+    DataFault,
+    InputError,
+    OutOfMemory,
+    UserCodeError,
+    describe_error,
+    listed,
+    system_in_words,
+)
 from esper.leyline.plugins import OUTPUTS, load_plugin, plugins
 from esper.leyline.reference import is_reference, resume_call, resume_command
-from esper.leyline.text import listed
 from esper.nissa.hub import Guarded, Hub, JsonLines, Output
 from esper.nissa.recovery import Mark, resume_events
 from esper.nissa.rows import CheckpointRow, EnvironmentRow, RunRow

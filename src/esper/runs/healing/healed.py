@@ -15,9 +15,8 @@ from torch import nn
 
 from esper.kasmina.network.export import program_of
 from esper.leyline.config.input import show
-from esper.leyline.errors import InputError, RunWarning, typed_line, warn
 from esper.leyline.intervals import mean_and_error, t_factor
-from esper.leyline.text import aligned
+from esper.leyline.messages import InputError, RunWarning, aligned, typed_line, warn
 from esper.store.disk import Retry, remove, sync_folder, write_folder, write_once, write_synced
 from esper.store.lock import is_lock, locked_folder
 

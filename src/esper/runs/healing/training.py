@@ -29,8 +29,7 @@ from esper.leyline.data.arrays import numeric_array, real
 from esper.leyline.data.batches import check_lengths, check_pairs
 from esper.leyline.data.keys import Purpose, key, permutations, scalar
 from esper.leyline.data.task import check_finite
-from esper.leyline.errors import InputError, in_words
-from esper.leyline.text import kind_of
+from esper.leyline.messages import InputError, in_words, kind_of
 from esper.runs.healing.healed import ComparedNetwork, half_width
 from esper.tolaria.live.missing import ridge
 from esper.tolaria.live.probe import Loss, Probe, Way, examples_in

@@ -27,8 +27,7 @@ from esper.kasmina.graft.grown import check_tensors
 from esper.kasmina.graft.multiplying import WAYS, Way
 from esper.kasmina.graft.recording import call, floats, tensors
 from esper.leyline.config.arguments import check_integer, check_switch, is_number, known_as, to_path
-from esper.leyline.errors import GrowthWarning, InputError, in_words, is_out_of_memory, warn
-from esper.leyline.text import counted, kind_of
+from esper.leyline.messages import GrowthWarning, InputError, counted, in_words, is_out_of_memory, kind_of, warn
 from esper.nissa.rows import RollbackRow, SizeRow
 from esper.runs.live.growth_state import check_format
 from esper.runs.live.knee import find_knee, shortest

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from esper.kasmina.graft.grown import Freeze
 from esper.kasmina.graft.sharding import gather_on_cpu
 from esper.leyline.config.tree import GrowthConfig
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError, kind_of
 from esper.leyline.protocols import Controller
-from esper.leyline.text import kind_of
 from esper.runs.folder.environment import digest
 from esper.tamiyo.catalog import controller_names
 from esper.tolaria.live.population import LivePopulation

@@ -11,7 +11,7 @@ import yaml
 
 from esper.leyline.config.parsing import LARGEST_YAML, parse_yaml
 from esper.leyline.config.tree import Config
-from esper.leyline.errors import InputError, RunWarning, warn
+from esper.leyline.messages import InputError, RunWarning, warn
 from esper.nissa.hub import Hub, JsonLines
 from esper.nissa.recovery import resume_events
 from esper.nissa.rows import RunRow

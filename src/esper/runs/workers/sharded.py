@@ -27,10 +27,9 @@ from esper.kasmina.stack.snapshot import joined_bodies, joined_snapshots, picked
 from esper.leyline.config.tree import Config
 from esper.leyline.data.batches import picked
 from esper.leyline.data.task import AnyTask, Split, with_steps
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.view import Bools, Floats, Seeds, choose, take
+from esper.leyline.messages import InputError, counted
 from esper.leyline.protocols import Controller
-from esper.leyline.text import counted
 from esper.runs.workers.transports import Sign, unpickled
 from esper.runs.workers.workers import ShardPool, WorkerOptions, shared_facts
 from esper.store.tensors import StateCopy, Tree

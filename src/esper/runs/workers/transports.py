@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import FileStore, Store, TCPStore  # torch.distr
 from torch.distributed.rendezvous import rendezvous
 
 from esper.leyline.distribution import pip_install
-from esper.leyline.errors import InputError, WorkerError, describe_error, typed_line
+from esper.leyline.messages import InputError, WorkerError, describe_error, typed_line
 from esper.store.tensors import Tree, pack, unpack
 
 _PATIENCE = 5.0  # seconds that a process is given to end

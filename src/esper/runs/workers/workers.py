@@ -19,7 +19,7 @@ import torch
 
 from esper.leyline.config.tree import FaultsConfig
 from esper.leyline.data.task import AnyTask
-from esper.leyline.errors import (
+from esper.leyline.messages import (
     DataFault,
     InputError,
     LearningError,
@@ -27,8 +27,8 @@ from esper.leyline.errors import (
     UserCodeError,
     WorkerError,
     amended,
+    counted,
 )
-from esper.leyline.text import counted
 from esper.runs.folder.environment import COMPARED, describe_versions, fingerprint
 from esper.runs.workers import transports
 from esper.simic.exchange import Exchange, ExchangeError

@@ -14,7 +14,7 @@ from esper.leyline.lifecycle.actions import Actions, Head, Ints, Op
 from esper.leyline.lifecycle.masks import complete, defaults
 from esper.leyline.lifecycle.stages import ADDED, IN_BUDGET, MeantNumber, Stage, among
 from esper.leyline.lifecycle.view import MISSING, Bools, Floats, Outcome, Space, View, sensor
-from esper.leyline.text import nothing_planted
+from esper.leyline.messages import nothing_planted
 from esper.tamiyo.rules.base import Rule
 
 DEAD = 0.02

@@ -16,9 +16,9 @@ from esper.kasmina.stack import fused
 from esper.kasmina.stack.layers import Linear, PositionMean, Residual
 from esper.leyline.config.arguments import check_integer, is_number
 from esper.leyline.data.task import Room
-from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.slots import SlotSpec
 from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.messages import InputError
 
 SCALE = 0.5
 """Initial scale of the last layers of all residual blocks together, chosen on validation data (`esper docs hosts`)."""

@@ -22,8 +22,7 @@ from esper.leyline.data.arrays import Frame, as_tensor, column_names, numeric_ar
 from esper.leyline.data.batches import Batch, check_lengths, leaves, map_leaves, named_leaves, shapes
 from esper.leyline.data.task import SENSED, Label, Split, finite, nonfinite, which
 from esper.leyline.data.workers import read_by_workers
-from esper.leyline.errors import InputError, RunWarning, UserCodeError, amended, typed_line, warn
-from esper.leyline.text import counted, kind_of
+from esper.leyline.messages import InputError, RunWarning, UserCodeError, amended, counted, kind_of, typed_line, warn
 from esper.tasks.hosts.factories import GRU, Transformer
 from esper.tasks.own.labels import Kind, class_names, concatenate_y, read_target, read_y
 from esper.tasks.splits import Splits, check_examples, cut, dealt, sizes_of

@@ -12,8 +12,7 @@ from torch import Tensor
 from esper.leyline.config.arguments import is_number
 from esper.leyline.data.arrays import Frame, is_missing, numeric_array, to_array
 from esper.leyline.data.task import Label, which
-from esper.leyline.errors import InputError
-from esper.leyline.text import kind_of
+from esper.leyline.messages import InputError, kind_of
 
 Kind = Literal["classification", "regression"]
 FEW = 20

@@ -13,7 +13,7 @@ from esper.kasmina.graft.grown import is_grafted, prefix_behind, sites_of
 from esper.kasmina.graft.planted import Mode
 from esper.kasmina.graft.recording import call
 from esper.kasmina.graft.sharding import is_sharded, placed
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 from esper.tolaria.live.groups import Groups, placed_moments
 from esper.tolaria.live.probe import Probe
 

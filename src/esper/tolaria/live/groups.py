@@ -11,8 +11,7 @@ from torch.optim import lr_scheduler
 from torch.utils import _pytree as pytree
 
 from esper.kasmina.graft.sharding import in_parts, placed
-from esper.leyline.errors import InputError
-from esper.leyline.text import kind_of
+from esper.leyline.messages import InputError, kind_of
 
 OWNER = "esper"
 """The entry of a parameter group that names the site of its seed."""

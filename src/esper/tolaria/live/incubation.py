@@ -13,8 +13,7 @@ from esper.kasmina.graft.grafted import planted_at, undisturbed
 from esper.kasmina.graft.planted import Mode, Planted
 from esper.kasmina.graft.recording import call
 from esper.kasmina.graft.sharding import gather, in_parts, own_part
-from esper.leyline.errors import InputError, in_words
-from esper.leyline.text import kind_of
+from esper.leyline.messages import InputError, in_words, kind_of
 from esper.tolaria.live.groups import Groups
 from esper.tolaria.live.missing import frozen
 from esper.tolaria.live.probe import Probe

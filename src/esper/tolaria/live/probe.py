@@ -11,8 +11,7 @@ from torch.utils import _pytree as pytree
 
 from esper.kasmina.graft.recording import call, floats
 from esper.leyline.data.batches import check_pairs
-from esper.leyline.errors import InputError, in_words
-from esper.leyline.text import kind_of
+from esper.leyline.messages import InputError, in_words, kind_of
 
 Loss = Callable[[Any, Any], Tensor]
 Batches = Sequence[tuple[Any, Any]] | Callable[[], Sequence[tuple[Any, Any]]]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from esper.kasmina.graft.sharding import in_parts
-from esper.leyline.errors import InputError
+from esper.leyline.messages import InputError
 
 T = TypeVar("T")
 

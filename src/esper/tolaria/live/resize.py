@@ -22,8 +22,17 @@ from esper.kasmina.graft.recording import call, floats, learns, mapped, on_alias
 from esper.kasmina.graft.sharding import is_sharded
 from esper.kasmina.graft.units import Outputs, additions, append_tried, axes_of, width_of
 from esper.leyline.config.arguments import check_integer, is_number
-from esper.leyline.errors import GrowthWarning, InputError, in_words, is_out_of_memory, typed_line, warn
-from esper.leyline.text import counted, did_you_mean, kind_of
+from esper.leyline.messages import (
+    GrowthWarning,
+    InputError,
+    counted,
+    did_you_mean,
+    in_words,
+    is_out_of_memory,
+    kind_of,
+    typed_line,
+    warn,
+)
 from esper.tolaria.live.groups import begin_state, check_held, unwrapped
 from esper.tolaria.runtime import available_memory
 

@@ -27,8 +27,7 @@ from esper.kasmina.stack.tape import PassTape
 from esper.leyline.config.tree import Config, DataConfig
 from esper.leyline.data.batches import Batch, map_leaves, picked
 from esper.leyline.data.keys import key
-from esper.leyline.errors import GrowthWarning, InputError, warn
-from esper.leyline.text import kind_of
+from esper.leyline.messages import GrowthWarning, InputError, kind_of, warn
 from esper.store.disk import write_atomic
 from esper.store.files import cache_root
 

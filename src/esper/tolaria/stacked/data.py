@@ -18,8 +18,7 @@ from torch import Tensor
 from esper.leyline.data.batches import Batch, Shape, Shapes, cast, leaves, map_leaves, picked
 from esper.leyline.data.keys import Purpose, key, mix, permutations, permuted
 from esper.leyline.data.task import Pixels, Scaling, Source, Split, nonfinite, one_tensor
-from esper.leyline.errors import InputError
-from esper.leyline.text import counted
+from esper.leyline.messages import InputError, counted
 from esper.tolaria.stacked.reading import BatchReader
 
 Indices = NDArray[np.int64]

@@ -41,11 +41,10 @@ from esper.leyline.data.task import (
     finite,
     nonfinite,
 )
-from esper.leyline.errors import DataFault, InputError
 from esper.leyline.lifecycle.slots import Tap
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Floats, Seeds
-from esper.leyline.text import counted
+from esper.leyline.messages import DataFault, InputError, counted
 from esper.tolaria.measure.bounds import bounds
 from esper.tolaria.measure.certifying import compared, set_aside
 from esper.tolaria.measure.probe import passed, probe, samples, sense

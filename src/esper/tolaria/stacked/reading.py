@@ -17,8 +17,7 @@ from torch import Tensor
 from esper.leyline.data.batches import Batch, map_leaves
 from esper.leyline.data.task import Source, Split
 from esper.leyline.data.workers import read_by_workers
-from esper.leyline.errors import RunWarning, UserCodeError, warn
-from esper.leyline.text import counted
+from esper.leyline.messages import RunWarning, UserCodeError, counted, warn
 from esper.store.background import Background
 from esper.tolaria.runtime import Waits
 
