@@ -36,8 +36,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from esper.leyline.config.tree import build_config
 from esper.leyline.data.task import Split, Task
-from esper.leyline.lifecycle.actions import Actions, Op
-from esper.leyline.lifecycle.stages import LIVE, among
+from esper.leyline.lifecycle.vocabulary import LIVE, Actions, Op, among
 from esper.leyline.messages import InputError
 from esper.tamiyo.rules.base import RandomValid
 from esper.tasks.catalog import get_task

@@ -28,7 +28,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import esper
-from esper.leyline.lifecycle.actions import Actions, Op
+from esper.leyline.lifecycle.vocabulary import Actions, Op
 
 VOCABULARY, LENGTH, HEAD = 256, 64, 32
 SIZES = ("64x2", "128x2", "128x5", "256x4", "384x6")

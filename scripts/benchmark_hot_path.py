@@ -32,8 +32,7 @@ from machine import machine
 
 from esper.leyline.config.tree import build_config
 from esper.leyline.data.task import AnyTask
-from esper.leyline.lifecycle.actions import Actions, Op
-from esper.leyline.lifecycle.stages import LIVE, Stage, among
+from esper.leyline.lifecycle.vocabulary import LIVE, Actions, Op, Stage, among
 from esper.tasks.catalog import get_task
 from esper.tasks.small import digits_narrow
 from esper.tolaria.engine import VectorizedEngine

@@ -28,8 +28,7 @@ from machine import machine_line
 
 from esper.leyline.config.tree import Config, build_config
 from esper.leyline.data.task import AnyTask
-from esper.leyline.lifecycle.actions import Actions, Op
-from esper.leyline.lifecycle.stages import LIVE, among
+from esper.leyline.lifecycle.vocabulary import LIVE, Actions, Op, among
 from esper.nissa.hub import Hub, JsonLines
 from esper.runs.train import settings_of_policy
 from esper.simic.client import SimicClient

@@ -17,8 +17,7 @@ from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.stack.rows import Stack
 from esper.leyline.data.keys import permutations
 from esper.leyline.data.task import AnyTask, Instance
-from esper.leyline.lifecycle.actions import Actions, Op
-from esper.leyline.lifecycle.stages import LIVE, Stage, among
+from esper.leyline.lifecycle.vocabulary import LIVE, Actions, Op, Stage, among
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.stacked.data import Format, SharedBatchIterator, stack_splits
 

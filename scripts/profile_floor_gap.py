@@ -22,7 +22,7 @@ from floors import BareStack
 from machine import machine_line
 
 from esper.kasmina.stack.tape import PassTape
-from esper.leyline.lifecycle.actions import Actions
+from esper.leyline.lifecycle.vocabulary import Actions
 from esper.tolaria.stacked.compiling import Passes
 from esper.tolaria.stacked.data import SharedBatchIterator
 from esper.tolaria.stacked.optimizer import Updates

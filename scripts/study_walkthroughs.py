@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import esper
-from esper.leyline.lifecycle.actions import Blend
+from esper.leyline.lifecycle.vocabulary import Blend
 
 PAGES = Path(__file__).parents[1] / "docs" / "walkthroughs"
 TUNING = (100, 101)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec.inspect
 
-from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.vocabulary import Stage
 from esper.nissa.rows import KINDS, SCHEMA, PlayedRow, Row, axes_of
 
 HEAD = f"""# The events of a run

@@ -6,10 +6,9 @@ from torch import nn
 
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.grafted import graft
-from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.slots import Site
-from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.streams import Vector
+from esper.leyline.lifecycle.vocabulary import Op, Stage
 from esper.runs.live.growth import Growth
 
 LIFE = {  # one seed is kept; one is removed and leaves its site under embargo

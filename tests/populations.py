@@ -6,7 +6,7 @@ from torch.utils.data import Dataset
 
 import esper
 from esper.leyline.config.tree import build_config
-from esper.leyline.lifecycle.actions import Actions, Op
+from esper.leyline.lifecycle.vocabulary import Actions, Op
 from esper.leyline.protocols import Controller
 from esper.nissa.hub import Hub
 from esper.tasks.hosts.factories import MLP

@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from esper.leyline.lifecycle.actions import Actions, Head, Op
 from esper.leyline.lifecycle.masks import complete, defaults
-from esper.leyline.lifecycle.verdicts import Refusal
+from esper.leyline.lifecycle.vocabulary import Actions, Head, Op, Refusal
 from esper.tamiyo.policy.packages import INNER, indices
 from esper.tamiyo.rules.base import Rule
 

@@ -15,9 +15,8 @@ import esper
 from esper.kasmina.blueprints import BLUEPRINTS
 from esper.kasmina.network import export, saving
 from esper.leyline.config.tree import reference
-from esper.leyline.lifecycle.actions import Blend, Head, Op
 from esper.leyline.lifecycle.slots import Tap
-from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.vocabulary import Blend, Head, Op, Stage
 from esper.nissa.rows import SCHEMA
 from esper.runs.live import anytime, growth_state
 from esper.store import checkpoint

@@ -17,9 +17,9 @@ from sb3_contrib.common.maskable.utils import get_action_masks, is_masking_suppo
 from stable_baselines3.common.vec_env import VecMonitor
 
 from esper.gym import EsperEnv, EsperVectorEnv, sb3
-from esper.leyline.lifecycle.actions import RELEVANT, Actions, Head, Op
 from esper.leyline.lifecycle.masks import allowed, allowed_of, every_decision
 from esper.leyline.lifecycle.view import take
+from esper.leyline.lifecycle.vocabulary import RELEVANT, Actions, Head, Op
 from esper.leyline.messages import InputError
 from esper.tasks.repair import repair
 from populations import blobs, small_config

@@ -4,9 +4,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from esper.leyline.lifecycle.actions import RELEVANT, Actions, Blend, Head, Op
-from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import BlueprintInfo, Estimate, Masks, Measurements, Seeds, Space, View
+from esper.leyline.lifecycle.vocabulary import RELEVANT, Actions, Blend, Head, Op, Stage
 
 MENU = ("bypass-linear", "bypass-mlp", "mlp-small")
 

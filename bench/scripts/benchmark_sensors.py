@@ -15,7 +15,7 @@ import torch
 from collect_healing import VECTOR
 
 from esper.leyline.config.tree import SENSOR_FAMILIES, build_config
-from esper.leyline.lifecycle.actions import Actions
+from esper.leyline.lifecycle.vocabulary import Actions
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.measure.probe import sense
 from esper.tolaria.stacked.population import taught_streams

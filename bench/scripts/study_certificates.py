@@ -27,7 +27,7 @@ import esper
 from esper.kasmina.lifecycle import dormant
 from esper.leyline.data.task import AnyTask, Instance, Lengths, Mixture, Room, Split, Task
 from esper.leyline.lifecycle.masks import complete, defaults
-from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.vocabulary import Stage
 from esper.tamiyo.catalog import get_controller
 from esper.tamiyo.rules.base import Rule
 from esper.tasks.hosts.factories import MLP

@@ -24,8 +24,8 @@ from study_game import points
 from study_heal_ppo import curve_table
 
 from esper.leyline.config.tree import Config, build_config
-from esper.leyline.lifecycle.actions import Actions
 from esper.leyline.lifecycle.view import Floats, View, sensor
+from esper.leyline.lifecycle.vocabulary import Actions
 from esper.leyline.messages import InputError, counted
 from esper.leyline.protocols import Controller
 from esper.runs.configuration import training_configs

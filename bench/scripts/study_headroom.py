@@ -22,10 +22,9 @@ import torch
 from numpy.typing import NDArray
 
 from esper.leyline.config.tree import Config, GatesConfig, HeuristicConfig, build_config
-from esper.leyline.lifecycle.actions import Actions, Head, Op
 from esper.leyline.lifecycle.masks import complete, defaults
-from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import View
+from esper.leyline.lifecycle.vocabulary import Actions, Head, Op, Stage
 from esper.leyline.protocols import Controller
 from esper.simic.rewards import objective
 from esper.tamiyo.catalog import get_controller, with_sensors

@@ -28,7 +28,7 @@ from torch import Tensor
 import esper
 from esper.leyline.config.tree import Config, HeuristicConfig, build_config
 from esper.leyline.data.task import Task
-from esper.leyline.lifecycle.actions import Actions
+from esper.leyline.lifecycle.vocabulary import Actions
 from esper.runs.evaluation.contenders import Contender, named
 from esper.simic.rewards import objective
 from esper.tamiyo.rules.heuristic import Heuristic

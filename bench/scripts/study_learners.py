@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from study_heal import joint, picks, signed
 from torch import Tensor, nn
 
-from esper.leyline.lifecycle.actions import Ints
 from esper.leyline.lifecycle.view import View
+from esper.leyline.lifecycle.vocabulary import Ints
 from esper.runs.evaluation.contenders import named
 from esper_bench.controllers.bandit import SUFFIX, Bandit, contexts, load_bandit, save_bandit
 from esper_bench.controllers.healing_features import FEATURES

@@ -24,8 +24,8 @@ import torch
 from numpy.typing import NDArray
 
 from esper.leyline.config.tree import build_config
-from esper.leyline.lifecycle.actions import Actions
 from esper.leyline.lifecycle.view import View, take
+from esper.leyline.lifecycle.vocabulary import Actions
 from esper.runs.configuration import training_configs
 from esper.runs.evaluation.contenders import ROWS, Contender, grow_contender, named
 from esper.runs.evaluation.evaluation import Design

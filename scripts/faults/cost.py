@@ -21,8 +21,7 @@ from floors import SEED
 
 from esper.leyline.config.tree import CheckpointConfig, build_config
 from esper.leyline.data.task import AnyTask
-from esper.leyline.lifecycle.actions import Actions, Op
-from esper.leyline.lifecycle.stages import LIVE, Stage, among
+from esper.leyline.lifecycle.vocabulary import LIVE, Actions, Op, Stage, among
 from esper.leyline.progress import Progress
 from esper.runs.configuration import training_configs
 from esper.runs.train import train

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.leyline.config.tree import Config
-from esper.leyline.lifecycle.verdicts import Vital
+from esper.leyline.lifecycle.vocabulary import Vital
 from esper.runs.configuration import training_configs
 from esper.simic.client import SimicClient
 from esper.simic.ppo import PPO

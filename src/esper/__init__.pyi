@@ -84,17 +84,17 @@ from esper.tamiyo.catalog import ControllerSpec as ControllerSpec
 from esper.tolaria.engine import VectorizedEngine as VectorizedEngine
 
 # What a controller decides
-from esper.leyline.lifecycle.actions import Actions as Actions
-from esper.leyline.lifecycle.actions import Head as Head
-from esper.leyline.lifecycle.actions import Op as Op
-from esper.leyline.lifecycle.actions import Blend as Blend
+from esper.leyline.lifecycle.vocabulary import Actions as Actions
+from esper.leyline.lifecycle.vocabulary import Head as Head
+from esper.leyline.lifecycle.vocabulary import Op as Op
+from esper.leyline.lifecycle.vocabulary import Blend as Blend
 
 # What a controller sees
 from esper.leyline.lifecycle.view import View as View
 from esper.leyline.lifecycle.view import Space as Space
 from esper.leyline.lifecycle.view import BlueprintInfo as BlueprintInfo
 from esper.leyline.lifecycle.view import Seeds as Seeds
-from esper.leyline.lifecycle.stages import Stage as Stage
+from esper.leyline.lifecycle.vocabulary import Stage as Stage
 from esper.leyline.lifecycle.view import Masks as Masks
 from esper.leyline.lifecycle.view import Measurements as Measurements
 from esper.leyline.lifecycle.view import Estimate as Estimate
@@ -104,8 +104,8 @@ from esper.leyline.lifecycle.view import ComputeShares as ComputeShares
 # What came of a decision
 from esper.leyline.lifecycle.view import Outcome as Outcome
 from esper.leyline.lifecycle.view import Scores as Scores
-from esper.leyline.lifecycle.verdicts import Refusal as Refusal
-from esper.leyline.lifecycle.verdicts import Vital as Vital
+from esper.leyline.lifecycle.vocabulary import Refusal as Refusal
+from esper.leyline.lifecycle.vocabulary import Vital as Vital
 from esper.leyline.protocols import Reward as Reward
 
 # Errors

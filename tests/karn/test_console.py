@@ -13,8 +13,8 @@ from esper.karn.terminal import console
 from esper.karn.terminal.console import print_summary
 from esper.karn.terminal.progress import Aside, Display, figures
 from esper.leyline.intervals import mean_and_error
-from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Measurements, Seeds, View
+from esper.leyline.lifecycle.vocabulary import Stage
 from esper.runs.grow import grow
 from esper.tamiyo.rules.base import Never
 from populations import blobs, small_config

@@ -8,7 +8,7 @@ import pytest
 
 import esper
 from esper.karn.run_model import LOGGED, POINTS, Curve, RunModel
-from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.vocabulary import Stage
 from esper.nissa.events import read_events
 from esper.nissa.rows import LifecycleRow, MeasurementRow, StepRow
 

@@ -9,7 +9,7 @@ from esper.cli import main
 from esper.karn.report.drawing import ForestRow, Series, curves, forest, heat_map, timeline
 from esper.karn.report.frame import Content, ReportSection, write_pictures
 from esper.karn.run_model import Stay
-from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.vocabulary import Stage
 from esper.leyline.messages import InputError
 from iris import grow_iris
 from pages import EVIL

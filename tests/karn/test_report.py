@@ -18,7 +18,7 @@ from esper.karn.reader import read_model
 from esper.karn.report.frame import render
 from esper.karn.report.page import content_of
 from esper.karn.run_model import NO_SEED, DecisionLog, RunModel
-from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.vocabulary import Stage
 from esper.leyline.messages import InputError, RunWarning
 from esper.nissa.events import read_events
 from esper.nissa.rows import (

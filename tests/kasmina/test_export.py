@@ -33,9 +33,8 @@ from esper.kasmina.network.export import (
 )
 from esper.kasmina.stack.body import Body
 from esper.leyline.data.task import Interface
-from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import SlotSpec
-from esper.leyline.lifecycle.stages import IN_BUDGET, Stage
+from esper.leyline.lifecycle.vocabulary import IN_BUDGET, Blend, Stage
 from esper.leyline.messages import InputError
 from esper.store.disk import SUMS
 from esper.tasks.hosts.factories import MLP

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from esper.kasmina.lifecycle import apply, dormant, edits, legal, ramp, tick, transitions
 from esper.leyline.config.tree import GatesConfig, LifecycleConfig
-from esper.leyline.lifecycle.actions import RELEVANT, Actions, Blend, Head, Op
 from esper.leyline.lifecycle.gates import judge
 from esper.leyline.lifecycle.masks import allowed
-from esper.leyline.lifecycle.stages import IN_BUDGET, Stage
 from esper.leyline.lifecycle.view import Estimate, Measurements, Seeds, Space
+from esper.leyline.lifecycle.vocabulary import IN_BUDGET, RELEVANT, Actions, Blend, Head, Op, Stage
 
 EDGES: frozenset[tuple[Stage, Stage]] = frozenset(
     {

@@ -12,10 +12,9 @@ from bodies import empty, set_seed
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.host import SegmentedHost, check_host
 from esper.kasmina.lifecycle import doses
-from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import SlotSpec, Tap
-from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.lifecycle.vocabulary import Blend, Stage
 from esper.leyline.messages import InputError
 from esper.tolaria.stacked.population import shadows
 from pictures import HOST, INPUTS, MAPS, map_body

@@ -6,7 +6,7 @@ import torch
 from bodies import ALL, empty, make_body, set_seed
 from esper.kasmina.lifecycle import doses
 from esper.kasmina.stack.plan import plan_of
-from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.vocabulary import Stage
 from esper.tolaria.stacked.population import shadows
 
 

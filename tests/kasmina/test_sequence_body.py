@@ -13,9 +13,8 @@ from esper.kasmina.network.export import grown_network, load_network, save_netwo
 from esper.kasmina.network.grown_network import as_host
 from esper.kasmina.stack.snapshot import Snapshot
 from esper.leyline.data.task import Interface, Split
-from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Tap
-from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.vocabulary import Blend, Stage
 from esper.tasks.objectives import Classification
 from esper.tolaria.measure.probe import sense
 from esper.tolaria.measure.sensors import SENSORS

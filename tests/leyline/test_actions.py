@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from esper.leyline.lifecycle.actions import Actions, checked_actions
+from esper.leyline.lifecycle.vocabulary import Actions, checked_actions
 from esper.leyline.messages import InputError
 from esper.leyline.protocols import Controller
 from esper.runs.grow import grow

@@ -6,8 +6,8 @@ import pytest
 from esper.kasmina.lifecycle import dormant
 from esper.leyline.config.tree import GatesConfig
 from esper.leyline.lifecycle.gates import Check, Gate, judge
-from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Estimate, Measurements
+from esper.leyline.lifecycle.vocabulary import Stage
 
 CONFIG = GatesConfig(min_training_steps=2, gain_z=1.5, min_holding_steps=3, min_contribution=0.01, contribution_z=2.0)
 

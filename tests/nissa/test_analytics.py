@@ -7,7 +7,7 @@ import pytest
 
 import esper
 from esper.karn.run_model import BlueprintAnalytics
-from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.vocabulary import Stage
 from esper.nissa.hub import Hub
 from esper.nissa.rows import DecisionRow, EpisodeRow, LifecycleRow, RollbackRow
 from esper.tamiyo.rules.base import RandomValid

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import BlueprintInfo, Scores, Seeds, Space, Transitions, View
+from esper.leyline.lifecycle.vocabulary import Stage
 from esper.nissa.events import decode, encode
 from esper.nissa.rows import EpisodeRow, LifecycleRow, MeasurementRow, RollbackRow, RunRow, StepRow
 from esper.tolaria.journal import episode_rows, lifecycle_rows

@@ -16,8 +16,8 @@ from esper.kasmina.host import SegmentedHost
 from esper.kasmina.network.static import Skipped, WidenedHosts
 from esper.leyline.config.tree import BASELINES, EarlyStoppingConfig, build_config
 from esper.leyline.data.keys import Purpose, scalar
-from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import SlotSpec
+from esper.leyline.lifecycle.vocabulary import Blend
 from esper.leyline.progress import Progress
 from esper.leyline.protocols import Controller
 from esper.runs.baselines import Absent, grown_of, train_baseline

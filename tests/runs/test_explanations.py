@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import esper
-from esper.leyline.lifecycle.actions import Op
+from esper.leyline.lifecycle.vocabulary import Op
 from esper.nissa.events import read_events
 from esper.nissa.rows import LifecycleRow
 from esper.runs.grow import grow

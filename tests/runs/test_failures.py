@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import esper
-from esper.leyline.lifecycle.actions import Actions
+from esper.leyline.lifecycle.vocabulary import Actions
 from esper.leyline.messages import OutOfMemory, RunWarning, UserCodeError
 from esper.leyline.progress import Progress
 from esper.nissa.events import decode

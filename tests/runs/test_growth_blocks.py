@@ -15,9 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from esper.kasmina.blueprints import drawn_with, get_blueprint
 from esper.kasmina.graft.grafted import graft, planted_at
 from esper.kasmina.network.saving import load_grown
-from esper.leyline.lifecycle.actions import Actions, Blend, Op
-from esper.leyline.lifecycle.stages import Stage
-from esper.leyline.lifecycle.verdicts import Refusal
+from esper.leyline.lifecycle.vocabulary import Actions, Blend, Op, Refusal, Stage
 from esper.leyline.messages import InputError
 from esper.runs.live.growth import Growth
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry

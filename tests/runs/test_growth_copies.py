@@ -16,7 +16,7 @@ from esper.kasmina.graft.find_sites import find_sites
 from esper.kasmina.graft.grafted import graft, planted_at
 from esper.kasmina.graft.grown import called_beside
 from esper.kasmina.network.saving import load_grown
-from esper.leyline.lifecycle.actions import Blend, Op
+from esper.leyline.lifecycle.vocabulary import Blend, Op
 from esper.leyline.messages import InputError
 from esper.runs.live.growth import Growth
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry

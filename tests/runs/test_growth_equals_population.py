@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.grafted import graft
 from esper.leyline.data.keys import Purpose, scalar
-from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.slots import Site
+from esper.leyline.lifecycle.vocabulary import Op
 from esper.runs.live.growth import Growth
 from esper.tamiyo.rules.base import RandomValid
 from esper.tolaria.engine import VectorizedEngine

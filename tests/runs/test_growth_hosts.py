@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from esper.kasmina.blueprints import drawn_with, get_blueprint
 from esper.kasmina.graft.grafted import graft, planted_at
-from esper.leyline.lifecycle.actions import Blend, Op
-from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.vocabulary import Blend, Op, Stage
 from esper.leyline.messages import InputError
 from esper.runs.live.growth import Growth
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry

@@ -6,8 +6,8 @@ from torch import nn
 
 import esper
 from esper.kasmina.blueprints import drawn_with
-from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import MISSING, sensor
+from esper.leyline.lifecycle.vocabulary import Stage
 
 
 def grown(**options):

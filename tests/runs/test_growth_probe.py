@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from esper.leyline.lifecycle.actions import Op
+from esper.leyline.lifecycle.vocabulary import Op
 from esper.tolaria.live.population import LOOK, risen_by
 from loops import growth_at_two_sites, two_class_data
 from populations import Script

@@ -21,7 +21,7 @@ PROGRAM = textwrap.dedent(
     from torch import nn
     import esper
     from esper.kasmina.blueprints import drawn_with
-    from esper.leyline.lifecycle.actions import Op
+    from esper.leyline.lifecycle.vocabulary import Op
     from populations import Script
 
     rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]

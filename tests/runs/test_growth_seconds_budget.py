@@ -5,7 +5,7 @@ import time
 import pytest
 import torch.nn.functional as F
 
-from esper.leyline.lifecycle.actions import Op
+from esper.leyline.lifecycle.vocabulary import Op
 from esper.leyline.messages import InputError
 from loops import equal, growth_at_two_sites, repeatable, train_two_classes
 from populations import Script

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from esper.leyline.lifecycle.actions import Op
+from esper.leyline.lifecycle.vocabulary import Op
 from loops import equal, growth_at_two_sites, repeatable, stages, train_two_classes
 from populations import Script
 

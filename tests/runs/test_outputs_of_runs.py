@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import esper
-from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.masks import complete, defaults
+from esper.leyline.lifecycle.vocabulary import Op
 from esper.leyline.messages import RunWarning
 from esper.nissa.events import encode, read_events
 from esper.nissa.hub import Guarded, Hub

@@ -19,7 +19,7 @@ from esper.kasmina.host import SegmentedHost
 from esper.kasmina.stack.layers import Linear
 from esper.leyline.config.tree import build_config, dump_config
 from esper.leyline.lifecycle.slots import SlotSpec
-from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.vocabulary import Stage
 from esper.leyline.messages import InputError
 from esper.leyline.progress import Progress
 from esper.nissa.events import decode

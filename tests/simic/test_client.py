@@ -8,7 +8,7 @@ import torch
 from faults.poison import poisoned
 from torch.utils import _pytree as pytree
 
-from esper.leyline.lifecycle.actions import Head, Op
+from esper.leyline.lifecycle.vocabulary import Head, Op
 from esper.leyline.protocols import Controller
 from esper.simic.client import SimicClient
 from esper.simic.ppo import PPO

@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from esper.leyline.lifecycle.actions import Actions, Head, Op
 from esper.leyline.lifecycle.masks import allowed_of, every_decision, offered
-from esper.leyline.lifecycle.stages import Stage
-from esper.leyline.lifecycle.verdicts import Refusal
+from esper.leyline.lifecycle.vocabulary import Actions, Head, Op, Refusal, Stage
 from esper.leyline.messages import InputError
 from esper.runs.configuration import training_configs
 from esper.runs.train import Trainer, cohorts_of

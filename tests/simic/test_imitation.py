@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from esper.leyline.config.tree import build_config
-from esper.leyline.lifecycle.actions import Head, Op
+from esper.leyline.lifecycle.vocabulary import Head, Op
 from esper.runs.configuration import TRAINING
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.train import LED, Trainer, cohorts_of, settings_of_policy

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from esper.leyline.lifecycle.actions import Actions, Head, Op
 from esper.leyline.lifecycle.masks import allowed_of, every_decision, offered
-from esper.leyline.lifecycle.verdicts import Refusal
+from esper.leyline.lifecycle.vocabulary import Actions, Head, Op, Refusal
 from esper.leyline.messages import InputError
 from esper.simic.client import Apprentice, SimicClient
 from esper.simic.ppo import PPO

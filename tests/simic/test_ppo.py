@@ -8,7 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from esper.leyline.config.tree import PPOConfig
-from esper.leyline.lifecycle.actions import RELEVANT, Head, Op
+from esper.leyline.lifecycle.vocabulary import RELEVANT, Head, Op
 from esper.simic.ppo import PPO, LearningError, advantages, anneal, policy_loss, value_loss
 from esper.simic.rollout import ShardedRollout, TamiyoRolloutBuffer
 from esper.tamiyo.policy.actor import Learned

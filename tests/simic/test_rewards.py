@@ -9,10 +9,8 @@ from hypothesis.extra.numpy import arrays
 
 from esper.kasmina.lifecycle import dormant
 from esper.leyline.config.tree import RewardConfig
-from esper.leyline.lifecycle.actions import Actions, Op
-from esper.leyline.lifecycle.stages import IN_BUDGET, LIVE, Stage
-from esper.leyline.lifecycle.verdicts import Refusal
 from esper.leyline.lifecycle.view import Estimate, Outcome, Scores
+from esper.leyline.lifecycle.vocabulary import IN_BUDGET, LIVE, Actions, Op, Refusal, Stage
 from esper.leyline.messages import InputError
 from esper.leyline.protocols import Reward
 from esper.simic.rewards import (

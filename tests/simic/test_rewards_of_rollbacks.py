@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from faults.poison import poisoned
 
-from esper.leyline.lifecycle.actions import Op
-from esper.leyline.lifecycle.stages import IN_BUDGET, among
+from esper.leyline.lifecycle.vocabulary import IN_BUDGET, Op, among
 from esper.simic.rewards import fees, get_reward, paid, total, worths
 from esper.tamiyo.rules.base import RandomValid
 from esper.tolaria.engine import VectorizedEngine

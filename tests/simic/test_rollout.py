@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from esper.leyline.lifecycle.actions import Actions, Head
+from esper.leyline.lifecycle.vocabulary import Actions, Head
 from esper.simic.rollout import Rollout, TamiyoRolloutBuffer
 from esper.tamiyo.policy.actor import ActorOutput
 from esper.tamiyo.policy.network import SampledDecision

@@ -1,9 +1,8 @@
 import numpy as np
 import pytest
 
-from esper.leyline.lifecycle.actions import RELEVANT, Head, Op
-from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import take
+from esper.leyline.lifecycle.vocabulary import RELEVANT, Head, Op, Stage
 from esper.tamiyo.rules.base import Never, RandomValid
 
 

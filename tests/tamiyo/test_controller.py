@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from crashes import at_every_call
-from esper.leyline.lifecycle.actions import Head, Op
 from esper.leyline.lifecycle.view import take
+from esper.leyline.lifecycle.vocabulary import Head, Op
 from esper.leyline.messages import InputError
 from esper.simic.client import SimicClient
 from esper.simic.ppo import PPO

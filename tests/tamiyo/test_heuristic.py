@@ -2,9 +2,8 @@ import numpy as np
 import pytest
 
 from esper.leyline.config.tree import Config, GatesConfig, HeuristicConfig
-from esper.leyline.lifecycle.actions import Actions, Op
-from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import BlueprintInfo, Estimate, Seeds, take
+from esper.leyline.lifecycle.vocabulary import Actions, Op, Stage
 from esper.tamiyo.rules.heuristic import Heuristic, progress_of, relative_metric
 
 DORMANT, TRAINING, HOLDING = Stage.DORMANT, Stage.TRAINING, Stage.HOLDING

@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 
-from esper.leyline.lifecycle.actions import RELEVANT, Actions, Blend, Head, Op
 from esper.leyline.lifecycle.masks import (
     OPEN,
     allowed,
@@ -16,8 +15,8 @@ from esper.leyline.lifecycle.masks import (
     offered,
     without_blueprints,
 )
-from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Masks
+from esper.leyline.lifecycle.vocabulary import RELEVANT, Actions, Blend, Head, Op, Stage
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from esper.leyline.lifecycle.actions import Head, Op
+from esper.leyline.lifecycle.vocabulary import Head, Op
 from esper.tamiyo.policy.network import Batch, FactoredRecurrentActorCritic
 from esper.tamiyo.policy.observation import PROSPECTS
 

@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from esper.leyline.lifecycle.actions import Actions, Blend, Op
-from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import CoalitionValues, Estimate
+from esper.leyline.lifecycle.vocabulary import Actions, Blend, Op, Stage
 from esper.tamiyo.policy.observation import (
     CLIP,
     GLOBAL,

@@ -5,10 +5,9 @@ import pytest
 
 from esper.kasmina.lifecycle import apply, dormant, legal, tick
 from esper.leyline.config.tree import Config
-from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.gates import judge
-from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Estimate
+from esper.leyline.lifecycle.vocabulary import Op, Stage
 from esper.tamiyo.rules.base import RandomValid
 from esper.tamiyo.rules.heuristic import Heuristic
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry

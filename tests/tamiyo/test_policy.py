@@ -6,10 +6,9 @@ import torch
 from scipy.stats import chi2
 
 from esper.leyline.data.keys import key, uniform
-from esper.leyline.lifecycle.actions import RELEVANT, Actions, Head, Op
 from esper.leyline.lifecycle.masks import choices
-from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import take
+from esper.leyline.lifecycle.vocabulary import RELEVANT, Actions, Head, Op, Stage
 from esper.tamiyo.policy.network import (
     GREEDY,
     Batch,

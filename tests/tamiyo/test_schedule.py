@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 
-from esper.leyline.lifecycle.actions import Blend, Op
-from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.vocabulary import Blend, Op, Stage
 from esper.leyline.messages import InputError
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry, load_schedule
 

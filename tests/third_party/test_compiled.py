@@ -22,7 +22,7 @@ def cache(monkeypatch, tmp_path):
 
 
 def decisions():
-    from esper.leyline.lifecycle.actions import Op
+    from esper.leyline.lifecycle.vocabulary import Op
 
     return {(1, 1): (Op.GERMINATE, 0, 1, 0, 2, 3), (3, 1): (Op.ADVANCE, 0), (5, 1): (Op.PRUNE, 0, 0, 0, 0, 0)}
 

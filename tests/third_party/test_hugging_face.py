@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import esper
 from esper.kasmina.blueprints import drawn_with
-from esper.leyline.lifecycle.actions import Op
+from esper.leyline.lifecycle.vocabulary import Op
 from esper.leyline.messages import GrowthWarning, InputError
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from esper.tolaria.live.groups import OWNER

@@ -8,9 +8,9 @@ from torch import nn
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.host import SegmentedHost
 from esper.leyline.data.keys import Purpose, scalar
-from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.lifecycle.slots import SlotSpec
 from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.lifecycle.vocabulary import Actions, Op
 from esper.tasks.own.custom import task_from
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.stacked.data import Format, SharedBatchIterator

@@ -17,9 +17,8 @@ from torch.utils import _pytree as pytree
 import esper
 from esper.kasmina.lifecycle import dormant
 from esper.leyline.data.task import Lengths, Mixture, Room, Split
-from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.gates import judge
-from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.vocabulary import Op, Stage
 from esper.leyline.messages import InputError
 from esper.leyline.records import as_tree
 from esper.runs.train import cohorts_of

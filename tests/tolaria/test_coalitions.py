@@ -10,9 +10,8 @@ from bodies import ALL, empty, make_body, set_seed
 from esper.kasmina.lifecycle import doses
 from esper.kasmina.network.export import grown_network
 from esper.leyline.data.task import Interface
-from esper.leyline.lifecycle.actions import Op
-from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import CoalitionValues
+from esper.leyline.lifecycle.vocabulary import Op, Stage
 from esper.leyline.messages import InputError
 from esper.tasks.hosts.factories import MLP
 from esper.tolaria.engine import VectorizedEngine

@@ -6,10 +6,9 @@ import torch
 
 from esper.kasmina.stack.body import APART
 from esper.leyline.data.task import Lengths
-from esper.leyline.lifecycle.actions import Actions
-from esper.leyline.lifecycle.stages import ADDED, IN_BUDGET, Stage, among
 from esper.leyline.lifecycle.streams import Kind
 from esper.leyline.lifecycle.view import take
+from esper.leyline.lifecycle.vocabulary import ADDED, IN_BUDGET, Actions, Stage, among
 from esper.leyline.messages import InputError
 from esper.tamiyo.rules.base import RandomValid
 from esper.tasks.repair import POOLS, SIZES, RepairSplit, describe, held_back, repair, sample

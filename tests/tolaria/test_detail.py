@@ -6,10 +6,9 @@ import torch
 from device_reads import counted_reads
 
 import esper
-from esper.leyline.lifecycle.actions import RELEVANT, Actions, Head, Op
 from esper.leyline.lifecycle.gates import judge
-from esper.leyline.lifecycle.stages import ADDED, among
 from esper.leyline.lifecycle.view import Estimate
+from esper.leyline.lifecycle.vocabulary import ADDED, RELEVANT, Actions, Head, Op, among
 from esper.leyline.protocols import Controller
 from esper.nissa.events import rounded
 from esper.nissa.hub import Hub

@@ -11,9 +11,8 @@ from sklearn.datasets import load_diabetes
 
 import esper
 from esper.leyline.data.objective import selection_score
-from esper.leyline.lifecycle.actions import Actions, Op
-from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Scores
+from esper.leyline.lifecycle.vocabulary import Actions, Op, Stage
 from esper.leyline.messages import InputError
 from esper.runs.baselines import grown_of, train_baseline
 from esper.runs.evaluation.contenders import named

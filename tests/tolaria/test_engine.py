@@ -8,9 +8,7 @@ import torch
 
 from esper.kasmina.network.export import grown_network
 from esper.leyline.config.tree import build_config
-from esper.leyline.lifecycle.actions import Actions, Op
-from esper.leyline.lifecycle.stages import ADDED, Stage, among
-from esper.leyline.lifecycle.verdicts import Refusal
+from esper.leyline.lifecycle.vocabulary import ADDED, Actions, Op, Refusal, Stage, among
 from esper.leyline.messages import InputError
 from esper.nissa.rows import EpisodeRow, LifecycleRow, StepRow
 from esper.simic.rewards import objective

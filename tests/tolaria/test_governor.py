@@ -7,9 +7,7 @@ from device_reads import counted_reads
 from faults.poison import FAULTS, fingerprints, poisoned
 
 from esper.leyline.config.tree import build_config
-from esper.leyline.lifecycle.actions import Actions, Op
-from esper.leyline.lifecycle.stages import Stage
-from esper.leyline.lifecycle.verdicts import Refusal, Vital
+from esper.leyline.lifecycle.vocabulary import Actions, Op, Refusal, Stage, Vital
 from esper.leyline.messages import DataFault
 from esper.nissa.rows import DecisionRow, EpisodeRow, RollbackRow
 from esper.store.tensors import flatten

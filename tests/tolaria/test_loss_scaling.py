@@ -13,7 +13,7 @@ import esper
 from esper.karn.terminal.console import trouble_lines
 from esper.kasmina.stack.rows import Stack
 from esper.leyline.config.tree import OptimizerConfig
-from esper.leyline.lifecycle.verdicts import Vital
+from esper.leyline.lifecycle.vocabulary import Vital
 from esper.leyline.messages import InputError
 from esper.store.tensors import flatten, unflatten
 from esper.tolaria.engine import VectorizedEngine

@@ -8,9 +8,8 @@ import torch
 
 from esper.kasmina.network.export import grown_network
 from esper.leyline.data.task import Instance, Lengths, Mixture, Room, Split, Task
-from esper.leyline.lifecycle.actions import Op
-from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import take
+from esper.leyline.lifecycle.vocabulary import Op, Stage
 from esper.leyline.messages import InputError
 from esper.store.tensors import flatten, unflatten
 from esper.tamiyo.rules.base import RandomValid

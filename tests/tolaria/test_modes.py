@@ -7,8 +7,7 @@ import pytest
 import torch
 from faults.poison import poisoned
 
-from esper.leyline.lifecycle.actions import Actions, Op
-from esper.leyline.lifecycle.verdicts import Vital
+from esper.leyline.lifecycle.vocabulary import Actions, Op, Vital
 from esper.tolaria import runtime
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.stacked import compiling

@@ -9,8 +9,8 @@ from torch import nn
 
 from esper.kasmina.host import SegmentedHost, check_host
 from esper.leyline.data.task import Instance, Lengths, Mixture, Room, Split, Task
-from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.slots import SlotSpec
+from esper.leyline.lifecycle.vocabulary import Op
 from esper.leyline.messages import InputError
 from esper.tasks.objectives import Classification, Regression
 from esper.tasks.splits import Splits

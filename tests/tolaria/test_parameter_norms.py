@@ -10,8 +10,7 @@ from faults.poison import poisoned
 from torch.nn.functional import cross_entropy
 
 from esper.kasmina.lifecycle import doses
-from esper.leyline.lifecycle.actions import Actions
-from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.vocabulary import Actions, Stage
 from esper.leyline.progress import Progress
 from esper.nissa.events import decode, encode
 from esper.nissa.hub import Hub

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from esper.leyline.lifecycle.actions import Actions
+from esper.leyline.lifecycle.vocabulary import Actions
 from esper.leyline.messages import InputError
 from esper.tamiyo.rules.base import Never, RandomValid
 from esper.tolaria.engine import Observer, Until, VectorizedEngine, decide, planted, play

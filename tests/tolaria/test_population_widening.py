@@ -7,8 +7,7 @@ from torch import nn
 
 from esper.kasmina.lifecycle import doses, exported
 from esper.kasmina.network.export import load_network, save_network
-from esper.leyline.lifecycle.actions import Op
-from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.vocabulary import Op, Stage
 from esper.leyline.messages import InputError
 from esper.nissa.rows import WideningRow
 from esper.tasks.catalog import get_task

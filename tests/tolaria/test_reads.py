@@ -7,7 +7,7 @@ from profile_gpu_sync import counted_waits
 from torch.utils.data import TensorDataset
 
 import esper
-from esper.leyline.lifecycle.actions import Actions, Op
+from esper.leyline.lifecycle.vocabulary import Actions, Op
 from esper.tasks.hosts.factories import MLP
 from esper.tolaria.engine import VectorizedEngine
 from populations import Journalled, Script, blobs, small_config

@@ -8,9 +8,8 @@ import torch
 
 from esper.kasmina.host import segment_outputs
 from esper.kasmina.stack.body import Body
-from esper.leyline.lifecycle.actions import Op
-from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.lifecycle.vocabulary import Op, Stage
 from esper.store.tensors import flatten, unflatten
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.measure.sensors import participation_ratio

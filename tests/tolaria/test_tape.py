@@ -8,8 +8,7 @@ from esper.kasmina.slot import blend_change
 from esper.kasmina.stack.body import Body
 from esper.kasmina.stack.tape import PassTape
 from esper.leyline.config.tree import build_config
-from esper.leyline.lifecycle.actions import Blend
-from esper.leyline.lifecycle.stages import IN_BUDGET, among
+from esper.leyline.lifecycle.vocabulary import IN_BUDGET, Blend, among
 from esper.tamiyo.rules.base import RandomValid
 from esper.tasks.catalog import get_task
 from esper.tasks.objectives import MANY, Classification, Regression

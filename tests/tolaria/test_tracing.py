@@ -11,8 +11,7 @@ from torch import nn
 
 from esper.kasmina.lifecycle import doses
 from esper.kasmina.stack.rows import ParameterPlace, Stack
-from esper.leyline.lifecycle.actions import Op
-from esper.leyline.lifecycle.stages import LIVE, Stage
+from esper.leyline.lifecycle.vocabulary import LIVE, Op, Stage
 from esper.tolaria.stacked import compiling
 from esper.tolaria.stacked.compiling import CompiledPass, CudaGraphPass, PassBatch, gradients, shielded
 from esper.tolaria.stacked.population import shadows

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from esper.kasmina.lifecycle import dormant
 from esper.leyline.config.tree import GovernorConfig
-from esper.leyline.lifecycle.stages import Stage
-from esper.leyline.lifecycle.verdicts import Vital
+from esper.leyline.lifecycle.vocabulary import Stage, Vital
 from esper.tolaria.governor import Signs, VitalHistory, examine, lowered
 
 CONFIG = GovernorConfig(confirm_steps=2, loss_window=4)

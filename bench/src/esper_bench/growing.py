@@ -18,8 +18,8 @@ from esper.leyline.data.keys import Purpose, uniform
 from esper.leyline.data.keys import key as keyed
 from esper.leyline.data.objective import objective
 from esper.leyline.data.task import Instance, Lengths, Mixture, Split
-from esper.leyline.lifecycle.stages import ADDED, Stage, among
 from esper.leyline.lifecycle.view import Floats, Outcome, View
+from esper.leyline.lifecycle.vocabulary import ADDED, Stage, among
 from esper.leyline.messages import InputError
 from esper.simic.rewards import Components
 from esper.tasks.hosts.factories import MLP

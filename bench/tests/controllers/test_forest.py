@@ -7,8 +7,8 @@ import pytest
 from safetensors.numpy import load, save
 from sklearn.ensemble import ExtraTreesRegressor
 
-from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import BlueprintInfo
+from esper.leyline.lifecycle.vocabulary import Stage
 from esper.leyline.messages import InputError
 from esper.tamiyo.policy.packages import inner_slots
 from esper.tolaria.measure.sensors import SENSORS

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from esper.leyline.config.tree import Config, GatesConfig, HeuristicConfig, build_config
-from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.view import BlueprintInfo, Outcome, View
+from esper.leyline.lifecycle.vocabulary import Op
 from esper.runs.evaluation.contenders import Contender, grow_contender
 from esper.runs.evaluation.evaluation import Design
 from esper.tamiyo.catalog import find_controller, get_controller

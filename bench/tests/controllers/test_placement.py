@@ -11,10 +11,8 @@ from torch import nn
 
 import esper
 from esper.leyline.config.tree import SENSOR_FAMILIES, build_config
-from esper.leyline.lifecycle.actions import Actions, Op
-from esper.leyline.lifecycle.stages import Stage
-from esper.leyline.lifecycle.verdicts import Refusal
 from esper.leyline.lifecycle.view import View
+from esper.leyline.lifecycle.vocabulary import Actions, Op, Refusal, Stage
 from esper.tamiyo.catalog import find_controller, get_controller, with_sensors
 from esper.tasks.small import classical
 from esper.tolaria.engine import Observer, Step, VectorizedEngine, planted, play

@@ -12,8 +12,8 @@ import pytest
 import esper
 from esper.leyline.config.tree import Config, build_config
 from esper.leyline.data.objective import objective
-from esper.leyline.lifecycle.stages import IN_BUDGET
 from esper.leyline.lifecycle.view import Outcome, take
+from esper.leyline.lifecycle.vocabulary import IN_BUDGET
 from esper.leyline.messages import InputError
 from esper.simic.rewards import get_reward, total
 from esper.tamiyo.catalog import find_controller, get_controller, with_sensors

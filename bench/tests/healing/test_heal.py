@@ -10,8 +10,7 @@ import torch
 from esper.kasmina.blueprints import drawn_with
 from esper.leyline.config.tree import build_config
 from esper.leyline.data.task import Split
-from esper.leyline.lifecycle.actions import Op
-from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.vocabulary import Op, Stage
 from esper.leyline.messages import InputError
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from esper.tolaria.engine import VectorizedEngine, play

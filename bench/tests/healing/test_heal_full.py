@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from esper.leyline.config.tree import build_config
-from esper.leyline.lifecycle.actions import Op
-from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import View
+from esper.leyline.lifecycle.vocabulary import Op, Stage
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine, play

@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from esper.leyline.config.tree import Config, build_config
-from esper.leyline.lifecycle.actions import Actions, Head, Op
 from esper.leyline.lifecycle.masks import complete, defaults
-from esper.leyline.lifecycle.stages import Stage
-from esper.leyline.lifecycle.verdicts import Refusal
 from esper.leyline.lifecycle.view import View
+from esper.leyline.lifecycle.vocabulary import Actions, Head, Op, Refusal, Stage
 from esper.leyline.messages import InputError
 from esper.leyline.protocols import Controller
 from esper.tamiyo.rules.base import Never

@@ -3,10 +3,9 @@ import itertools
 import numpy as np
 import pytest
 
-from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.lifecycle.masks import allowed
-from esper.leyline.lifecycle.stages import ADDED, IN_BUDGET, LIVE, Stage, among
 from esper.leyline.lifecycle.view import Measurements, take
+from esper.leyline.lifecycle.vocabulary import ADDED, IN_BUDGET, LIVE, Actions, Op, Stage, among
 from esper.leyline.messages import InputError
 from esper.simic.rewards import delta, total
 from esper.tamiyo.rules.base import Never, RandomValid

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_map
 from esper.leyline.config.tree import Config, build_config
 from esper.leyline.data.keys import Purpose, key, uniform
 from esper.leyline.data.task import AnyTask, Mixture, Task
-from esper.leyline.lifecycle.actions import Actions, Head, Op
 from esper.leyline.lifecycle.masks import choices_of
 from esper.leyline.lifecycle.view import Bools, Floats, Space, View
+from esper.leyline.lifecycle.vocabulary import Actions, Head, Op
 from esper.leyline.messages import InputError, kind_of
 from esper.simic.rewards import get_reward, paid, total
 from esper.tamiyo.policy.observation import CLIP, History, Normaliser, input_names, normalise, observe, slot_features

@@ -8,9 +8,9 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from esper.gym.environments import Arrays, EsperVectorEnv, row
-from esper.leyline.lifecycle.actions import Head
 from esper.leyline.lifecycle.masks import allowed_of, every_decision
 from esper.leyline.lifecycle.view import Bools
+from esper.leyline.lifecycle.vocabulary import Head
 from esper.leyline.messages import InputError
 
 try:

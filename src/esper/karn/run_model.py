@@ -17,7 +17,7 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from esper.leyline.intervals import mean_and_error
-from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
+from esper.leyline.lifecycle.vocabulary import IN_BUDGET, Stage, among
 from esper.nissa.rows import (
     DecisionRow,
     EnvRow,

@@ -11,11 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.leyline.config.tree import LifecycleConfig
-from esper.leyline.lifecycle.actions import RELEVANT, Actions, Head, Ints, Op
 from esper.leyline.lifecycle.gates import Gates
 from esper.leyline.lifecycle.masks import allowed
-from esper.leyline.lifecycle.stages import ADDED, IN_BUDGET, Stage, among
 from esper.leyline.lifecycle.view import Bools, Masks, Seeds, Space, Transitions
+from esper.leyline.lifecycle.vocabulary import ADDED, IN_BUDGET, RELEVANT, Actions, Head, Ints, Op, Stage, among
 
 
 class Edits(NamedTuple):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.stack.layers import zero_linear
-from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.streams import Stream
+from esper.leyline.lifecycle.vocabulary import Blend
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -12,12 +12,19 @@ Values = Sequence[float | None]
 
 
 class MeanInterval(NamedTuple):
-    """Holds a mean and its 95 % t interval; nan where there are too few values."""
+    """Holds a mean and its 95 % t interval; nan where there are too few values.
 
-    mean: float  # mean of the values
-    low: float  # lower end; nan for fewer than two values
-    high: float  # upper end; nan for fewer than two values
-    size: int  # number of values
+    Attributes:
+        mean (float): mean of the values
+        low (float): lower end; nan for fewer than two values
+        high (float): upper end; nan for fewer than two values
+        size (int): number of values
+    """
+
+    mean: float
+    low: float
+    high: float
+    size: int
 
     def __format__(self, spec: str) -> str:
         """Return +0.078 [+0.031, +0.124] for `f"{gain:+.3f}"`; only the mean without an interval, and - without a mean."""

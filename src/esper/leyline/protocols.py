@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.lifecycle.view import Outcome, View
+from esper.leyline.lifecycle.vocabulary import Actions, Op
 from esper.leyline.messages import InputError, kind_of, with_article
 
 

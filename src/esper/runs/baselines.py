@@ -27,8 +27,8 @@ from esper.kasmina.network.static import Factory, Skipped, skip_places, widened
 from esper.leyline.config.tree import Config, WidenConfig
 from esper.leyline.data.batches import Shape, map_leaves, picked, shapes
 from esper.leyline.data.task import AnyTask, Instance, Mixture, Room, Task
-from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Floats, Seeds, take
+from esper.leyline.lifecycle.vocabulary import Stage
 from esper.leyline.messages import InputError, OutOfMemory, amended, counted, is_out_of_memory
 from esper.runs.figures import test_splits
 from esper.runs.workers.sharded import ShardedEngine

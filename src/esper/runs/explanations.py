@@ -8,11 +8,9 @@ from numpy.typing import NDArray
 
 from esper.leyline.config.tree import GatesConfig, GrowthConfig
 from esper.leyline.data.task import AnyTask, Task
-from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.lifecycle.gates import judge
-from esper.leyline.lifecycle.stages import Stage, among
-from esper.leyline.lifecycle.verdicts import Refusal
 from esper.leyline.lifecycle.view import Bools, Space, View
+from esper.leyline.lifecycle.vocabulary import Actions, Op, Refusal, Stage, among
 from esper.leyline.messages import counted, nothing_planted
 from esper.leyline.protocols import Controller
 

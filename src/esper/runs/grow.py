@@ -18,8 +18,8 @@ from esper.kasmina.network.export import PROGRAM, save_network
 from esper.leyline.config.tree import Config
 from esper.leyline.data.batches import map_leaves
 from esper.leyline.data.task import AnyTask, epochs_of, with_steps
-from esper.leyline.lifecycle.stages import Stage, among
 from esper.leyline.lifecycle.view import View
+from esper.leyline.lifecycle.vocabulary import Stage, among
 from esper.leyline.messages import InputError, OutOfMemory, RolledBack, counted, describe_error
 from esper.leyline.progress import Progress
 from esper.leyline.protocols import Controller

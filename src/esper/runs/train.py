@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from esper.leyline.config.tree import Config, PPOConfig, RewardConfig
 from esper.leyline.data.keys import Purpose, key, scalar
 from esper.leyline.data.task import AnyTask
-from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.vocabulary import Stage
 from esper.leyline.messages import InputError, LearningError, RolledBack, amended, counted, describe_error
 from esper.leyline.progress import Progress
 from esper.leyline.protocols import Controller, Reward

@@ -8,10 +8,9 @@ import torch
 from numpy.typing import NDArray
 
 from esper.leyline.config.tree import GovernorConfig
-from esper.leyline.lifecycle.actions import Actions, Head
 from esper.leyline.lifecycle.masks import offered, only_wait
-from esper.leyline.lifecycle.verdicts import Refusal
 from esper.leyline.lifecycle.view import Floats, Outcome, View, choose
+from esper.leyline.lifecycle.vocabulary import Actions, Head, Refusal
 from esper.leyline.protocols import Controller, Judgement, Reward
 from esper.simic.ppo import PPO
 from esper.simic.rewards import StatefulReward, paid, total

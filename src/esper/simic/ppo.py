@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from esper.leyline.config.tree import PPOConfig
 from esper.leyline.data.keys import Purpose, key, permutations
-from esper.leyline.lifecycle.actions import RELEVANT, Head, Op
+from esper.leyline.lifecycle.vocabulary import RELEVANT, Head, Op
 from esper.leyline.messages import LearningError
 from esper.simic.exchange import Exchange, ExchangeError
 from esper.simic.rollout import Rollout, ShardedRollout, take

@@ -24,9 +24,8 @@ from esper.leyline.config.arguments import takes_one_argument
 from esper.leyline.config.tree import RewardConfig
 from esper.leyline.data.objective import growth_of
 from esper.leyline.data.objective import objective as objective
-from esper.leyline.lifecycle.actions import Op
-from esper.leyline.lifecycle.stages import IN_BUDGET, LIVE, Stage, among
 from esper.leyline.lifecycle.view import Bools, Floats, Outcome, Scores
+from esper.leyline.lifecycle.vocabulary import IN_BUDGET, LIVE, Op, Stage, among
 from esper.leyline.messages import InputError, kind_of
 from esper.leyline.protocols import Reward
 from esper.leyline.reference import find_reference

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.leyline.config.tree import Config
-from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
 from esper.leyline.lifecycle.view import Bools, Floats, Seeds
+from esper.leyline.lifecycle.vocabulary import IN_BUDGET, Stage, among
 from esper.leyline.messages import counted
 from esper.tolaria.population import Keeper
 

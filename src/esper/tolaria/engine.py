@@ -22,11 +22,8 @@ from esper.leyline.config.tree import Config, EarlyStoppingConfig
 from esper.leyline.data.keys import Purpose, scalar
 from esper.leyline.data.objective import objective_of, selection_score
 from esper.leyline.data.task import AnyTask, Split, with_steps
-from esper.leyline.lifecycle.actions import Actions, Op, checked_actions
 from esper.leyline.lifecycle.gates import judge
 from esper.leyline.lifecycle.masks import barred, without_blueprints
-from esper.leyline.lifecycle.stages import IN_BUDGET, Stage
-from esper.leyline.lifecycle.verdicts import Refusal, Vital
 from esper.leyline.lifecycle.view import (
     CoalitionValues,
     ComputeShares,
@@ -44,6 +41,7 @@ from esper.leyline.lifecycle.view import (
     read_only,
     take,
 )
+from esper.leyline.lifecycle.vocabulary import IN_BUDGET, Actions, Op, Refusal, Stage, Vital, checked_actions
 from esper.leyline.messages import InputError
 from esper.leyline.protocols import Controller, Judgement, Proposed, as_controller
 from esper.leyline.records import as_tree, brief, from_tree

@@ -12,11 +12,9 @@ from numpy.typing import NDArray
 
 from esper.kasmina.lifecycle import doses
 from esper.leyline.config.tree import GovernorConfig, GrowthConfig
-from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.lifecycle.masks import allowed
-from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
-from esper.leyline.lifecycle.verdicts import Refusal, Vital
 from esper.leyline.lifecycle.view import Bools, Floats, Masks, Seeds, choose
+from esper.leyline.lifecycle.vocabulary import IN_BUDGET, Actions, Op, Refusal, Stage, Vital, among
 from esper.tolaria.population import Keeper, Population
 from esper.tolaria.runtime import available_memory
 

@@ -7,12 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.leyline.lifecycle.actions import RELEVANT, Blend, Head, Op
 from esper.leyline.lifecycle.gates import Gates, judge
 from esper.leyline.lifecycle.masks import offered
-from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
-from esper.leyline.lifecycle.verdicts import Refusal, Vital
 from esper.leyline.lifecycle.view import Bools, Floats, Outcome, Scores, Seeds, Space, Transitions, View, take
+from esper.leyline.lifecycle.vocabulary import IN_BUDGET, RELEVANT, Blend, Head, Op, Refusal, Stage, Vital, among
 from esper.nissa.events import digits, rounded
 from esper.nissa.hub import Hub
 from esper.nissa.rows import (

@@ -11,11 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.leyline.config.tree import GatesConfig
-from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.lifecycle.gates import judge
-from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
-from esper.leyline.lifecycle.verdicts import Vital
 from esper.leyline.lifecycle.view import Bools, Measurements, Seeds, Space, Transitions
+from esper.leyline.lifecycle.vocabulary import IN_BUDGET, Actions, Op, Stage, Vital, among
 from esper.leyline.messages import counted
 
 GATES = {Stage.TRAINING: "advance", Stage.HOLDING: "fossilize"}

@@ -7,10 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.leyline.config.tree import GatesConfig, HeuristicConfig
-from esper.leyline.lifecycle.actions import Actions, Head, Op
 from esper.leyline.lifecycle.gates import judge
 from esper.leyline.lifecycle.masks import complete, defaults, only_wait
 from esper.leyline.lifecycle.view import Bools, Outcome, View, choose
+from esper.leyline.lifecycle.vocabulary import Actions, Head, Op
 from esper.tamiyo.policy.packages import indices
 from esper.tamiyo.rules.base import Rule
 from esper.tamiyo.rules.heuristic import Heuristic, progress_of, relative_metric

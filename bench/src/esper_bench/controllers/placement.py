@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.leyline.lifecycle.actions import Actions, Head, Ints, Op
 from esper.leyline.lifecycle.masks import complete, defaults
-from esper.leyline.lifecycle.verdicts import Refusal
 from esper.leyline.lifecycle.view import Bools, Floats, Outcome, View, sensor
+from esper.leyline.lifecycle.vocabulary import Actions, Head, Ints, Op, Refusal
 from esper.leyline.messages import nothing_planted
 from esper.tamiyo.policy.packages import inner_slots
 from esper.tamiyo.rules.base import Rule

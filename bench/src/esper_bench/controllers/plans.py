@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from esper.leyline.lifecycle.actions import Ints
 from esper.leyline.lifecycle.view import Space
+from esper.leyline.lifecycle.vocabulary import Ints
 from esper.tamiyo.policy.packages import indices, inner_slots
 
 RANKS = ("bypass-rank-8", "bypass-rank-4", "bypass-rank-2", "bypass-rank-1")

@@ -6,11 +6,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.leyline.lifecycle.actions import Actions, Head, Op
 from esper.leyline.lifecycle.masks import complete, defaults
-from esper.leyline.lifecycle.stages import Stage
-from esper.leyline.lifecycle.verdicts import Refusal
 from esper.leyline.lifecycle.view import Bools, Floats, View
+from esper.leyline.lifecycle.vocabulary import Actions, Head, Op, Refusal, Stage
 from esper.tamiyo.policy.packages import indices, inner_slots
 from esper.tamiyo.rules.base import Rule
 from esper_bench.controllers.plans import RANKS

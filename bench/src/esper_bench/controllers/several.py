@@ -5,8 +5,8 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.view import Bools, Floats, View, sensor
+from esper.leyline.lifecycle.vocabulary import Op
 from esper.tamiyo.policy.packages import inner_slots
 from esper_bench.controllers.placement import CUT, RISE, Collapse, DriftRise, Picks, Placement, padded
 from esper_bench.controllers.plans import MIXED, SEVERAL

@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.leyline.lifecycle.actions import Actions, Head, Ints, Op
 from esper.leyline.lifecycle.masks import complete, defaults
-from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
-from esper.leyline.lifecycle.verdicts import Refusal
 from esper.leyline.lifecycle.view import Bools, Floats, View, sensor
+from esper.leyline.lifecycle.vocabulary import IN_BUDGET, Actions, Head, Ints, Op, Refusal, Stage, among
 from esper.tamiyo.rules.base import Rule
 from esper_bench.controllers.placement import ONCE
 

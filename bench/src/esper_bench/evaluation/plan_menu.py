@@ -10,8 +10,8 @@ import numpy as np
 
 from esper.leyline.config.tree import Config, build_config
 from esper.leyline.data.task import AnyTask
-from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.lifecycle.view import Outcome, Space, View, take
+from esper.leyline.lifecycle.vocabulary import Actions, Op
 from esper.leyline.protocols import Controller
 from esper.runs.evaluation.contenders import Contender
 from esper.tamiyo.policy.packages import indices

@@ -14,8 +14,8 @@ from esper.kasmina.lifecycle import Edits, doses, exported, uprooted
 from esper.kasmina.stack.layout import HostTable
 from esper.leyline.config.tree import Config
 from esper.leyline.data.keys import Purpose, key
-from esper.leyline.lifecycle.actions import Blend, Ints
 from esper.leyline.lifecycle.view import BlueprintInfo, Bools, Floats, Seeds, Space, choose, take
+from esper.leyline.lifecycle.vocabulary import Blend, Ints
 from esper.leyline.messages import counted
 from esper.tolaria.population import Figures, Indices, Keeper, ProbeRequest, TrainedFigures, row_environments
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.leyline.lifecycle.actions import Actions, Ints, Op
 from esper.leyline.lifecycle.view import BlueprintInfo, Floats, Outcome, Seeds, View
+from esper.leyline.lifecycle.vocabulary import Actions, Ints, Op
 from esper.leyline.protocols import Controller
 from esper.simic.client import SimicClient
 from esper.simic.ppo import PPO

@@ -7,11 +7,10 @@ import numpy as np
 from esper.kasmina.lifecycle import apply, dormant, legal, tick
 from esper.leyline.config.tree import Config
 from esper.leyline.data.keys import key
-from esper.leyline.lifecycle.actions import Actions, Head, Ints
 from esper.leyline.lifecycle.gates import judge
 from esper.leyline.lifecycle.masks import allowed_of, every_decision
-from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Floats, Scores, Seeds, Space, View, take
+from esper.leyline.lifecycle.vocabulary import Actions, Head, Ints, Stage
 from esper.simic.rewards import total, worth
 from esper.tamiyo.rules.base import Rule
 from esper.tolaria.measure.measuring import measure, unmeasured

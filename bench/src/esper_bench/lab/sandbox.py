@@ -15,9 +15,8 @@ import numpy as np
 
 from esper.leyline.config.tree import build_config
 from esper.leyline.data.keys import key, uniform
-from esper.leyline.lifecycle.actions import Actions, Ints, Op
-from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import BlueprintInfo, Floats, Outcome, Seeds, View
+from esper.leyline.lifecycle.vocabulary import Actions, Ints, Op, Stage
 from esper.leyline.protocols import Controller, Reward
 from esper.simic.rewards import delta, total
 from esper.tolaria.engine import Engine, Observer, Step

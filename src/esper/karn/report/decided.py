@@ -9,8 +9,7 @@ from esper.karn.report.frame import ReportSection
 from esper.karn.run_model import DRAWN_DECISIONS, LISTED, NAN, RunModel
 from esper.karn.terminal.console import Table
 from esper.leyline.intervals import plus_minus
-from esper.leyline.lifecycle.stages import Stage, meaning_of
-from esper.leyline.lifecycle.verdicts import Refusal, Vital
+from esper.leyline.lifecycle.vocabulary import Refusal, Stage, Vital, meaning_of
 from esper.leyline.messages import counted, listed
 from esper.nissa.rows import LifecycleRow
 

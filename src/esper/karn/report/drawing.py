@@ -18,7 +18,7 @@ import numpy as np
 from markupsafe import Markup
 
 from esper.karn.run_model import Floats, Stay
-from esper.leyline.lifecycle.stages import ADDED, LIVE, Stage
+from esper.leyline.lifecycle.vocabulary import ADDED, LIVE, Stage
 from esper.leyline.messages import printable
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 720, 64, 16, 12, 34  # size of a figure and of the margins around its axes [px]

@@ -11,8 +11,7 @@ from esper.karn.report.frame import ReportSection
 from esper.karn.run_model import NO_SEED, SIZE_CURVES, RunModel
 from esper.karn.terminal.console import DESCRIPTIONS, Table
 from esper.leyline.intervals import differences, mean_and_error, plus_minus, t_interval
-from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
-from esper.leyline.lifecycle.verdicts import Refusal
+from esper.leyline.lifecycle.vocabulary import IN_BUDGET, Refusal, Stage, among
 from esper.leyline.messages import counted
 
 DRAWN_READINGS = 48  # most columns of a figure of sensors or seeds

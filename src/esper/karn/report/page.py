@@ -26,7 +26,7 @@ from esper.leyline.config.parsing import parse_json
 from esper.leyline.config.tree import Config
 from esper.leyline.data.objective import objective
 from esper.leyline.intervals import differences, t_interval
-from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.vocabulary import Stage
 from esper.leyline.messages import InputError, RunWarning, counted, printable, warn
 from esper.store.disk import read_kept
 from esper.store.files import EVALUATION, REPORT, SUMMARY, is_run, to_json

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from esper.karn.reader import MEND
-from esper.leyline.lifecycle.actions import Op
+from esper.leyline.lifecycle.vocabulary import Op
 from esper.leyline.messages import InputError, system_in_words
 from esper.nissa.events import decode
 from esper.nissa.rows import DecisionRow

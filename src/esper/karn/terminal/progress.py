@@ -15,8 +15,8 @@ from rich.table import Column
 
 from esper.karn.standard_output import steady
 from esper.karn.terminal.console import print_lines
-from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import View
+from esper.leyline.lifecycle.vocabulary import Stage
 from esper.leyline.messages import InputError, counted, printable
 from esper.leyline.progress import Pace, Progress
 from esper.store.background import Backlog

@@ -13,7 +13,7 @@ from esper.karn.reader import OpenRun, Tail
 from esper.karn.run_model import LISTED, RunModel
 from esper.karn.terminal.console import output_lines
 from esper.leyline.distribution import of_extra
-from esper.leyline.lifecycle.stages import ADDED, Stage
+from esper.leyline.lifecycle.vocabulary import ADDED, Stage
 from esper.leyline.messages import counted, duration, printable
 from esper.store.files import EVENTS, is_run
 

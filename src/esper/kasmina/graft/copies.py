@@ -49,8 +49,8 @@ from esper.kasmina.graft.planted import Bank, Mode, Planted, Recipe
 from esper.kasmina.graft.recording import call, floats, learns, mapped, recorded, replaced, results, undone_on_error
 from esper.kasmina.graft.units import set_counts
 from esper.kasmina.slot import Seed
-from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Site
+from esper.leyline.lifecycle.vocabulary import Blend
 from esper.leyline.messages import InputError, counted, in_words, with_article
 
 T = TypeVar("T")

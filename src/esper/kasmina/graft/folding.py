@@ -18,8 +18,8 @@ from esper.kasmina.graft.grown import class_of, first_tensor, sites_of
 from esper.kasmina.graft.planted import Mode, Planted
 from esper.kasmina.graft.recording import floats, saved
 from esper.kasmina.graft.sharding import fill, gather, gather_module, reshard
-from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Site, Tap
+from esper.leyline.lifecycle.vocabulary import Blend
 from esper.leyline.messages import InputError, is_out_of_memory, with_article
 
 LINEAR = (Affine, Factored, LinearMap, LowRank, SparseHead, SparseRows)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from esper.kasmina.blueprints.catalog import Copies
 from esper.kasmina.blueprints.functions import RELU, Pointwise
 from esper.kasmina.slot import Proximal, Seed, Straight, blend_change, slot_change
-from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Site, Tap
 from esper.leyline.lifecycle.streams import STREAMS, Kind, arranged, restored
+from esper.leyline.lifecycle.vocabulary import Blend
 
 
 class Mode(StrEnum):

@@ -40,10 +40,9 @@ from esper.leyline.data.batches import (
 )
 from esper.leyline.data.preprocess import preprocess_from_json
 from esper.leyline.data.task import Interface, Label, Scaling
-from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Tap
-from esper.leyline.lifecycle.stages import IN_BUDGET, Stage
 from esper.leyline.lifecycle.view import Seeds
+from esper.leyline.lifecycle.vocabulary import IN_BUDGET, Blend, Stage
 from esper.leyline.messages import InputError, first_line, kind_of, system_in_words
 from esper.store.disk import SUMS, Retry, check_sum, find_folder, read_kept, sums_of, write_once
 

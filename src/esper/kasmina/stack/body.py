@@ -33,11 +33,10 @@ from esper.kasmina.stack.rows import (
 from esper.kasmina.stack.tape import PassOperations, PassTape
 from esper.leyline.data.batches import Batch, map_leaves, on_cpu, run
 from esper.leyline.data.keys import key
-from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import SlotSpec, Tap
-from esper.leyline.lifecycle.stages import ADDED, IN_BUDGET, Stage, among
 from esper.leyline.lifecycle.streams import CONVOLVED, Kind
 from esper.leyline.lifecycle.view import Seeds
+from esper.leyline.lifecycle.vocabulary import ADDED, IN_BUDGET, Blend, Stage, among
 
 APART: dict[Kind, int] = {Kind.VECTOR: 2**20, Kind.SEQUENCE: 2**18}
 """Parameters of a host, by the kind of its streams, from which on a CPU runs the rows one after another. It then takes about as

@@ -17,11 +17,10 @@ from esper.kasmina.host import SegmentedHost, segment_outputs, steps_of, width_r
 from esper.kasmina.slot import Seed
 from esper.kasmina.stack.plan import Indices
 from esper.leyline.data.batches import Batch, on_cpu
-from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import SlotSpec, Tap
-from esper.leyline.lifecycle.stages import ADDED, Stage, among
 from esper.leyline.lifecycle.streams import STREAMS, Stream
 from esper.leyline.lifecycle.view import Bools, Seeds
+from esper.leyline.lifecycle.vocabulary import ADDED, Blend, Stage, among
 from esper.leyline.records import from_tree
 
 TAPS = tuple(Tap)

@@ -17,8 +17,8 @@ from esper.kasmina.stack.body import Body
 from esper.kasmina.stack.plan import Indices
 from esper.kasmina.stack.rows import Columns, Stack, picked_columns
 from esper.kasmina.stack.wider_rows import BodyWidening
-from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Bools, Seeds, choose
+from esper.leyline.lifecycle.vocabulary import Stage
 from esper.store.tensors import Picked
 
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from esper.leyline.config.input import dotted, explain, merged, show, to_sections
 from esper.leyline.config.parsing import NUMBERS, parse_yaml
 from esper.leyline.distribution import TARGETS
-from esper.leyline.lifecycle.actions import Head, Op
+from esper.leyline.lifecycle.vocabulary import Head, Op
 from esper.leyline.messages import InputError
 from esper.leyline.plugins import OUTPUTS, plugins
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import numpy as np
 
 from esper.leyline.config.tree import GatesConfig
-from esper.leyline.lifecycle.stages import Stage, among
 from esper.leyline.lifecycle.view import Bools, Floats, Measurements, Seeds, Space
+from esper.leyline.lifecycle.vocabulary import Stage, among
 
 
 class Check(NamedTuple):

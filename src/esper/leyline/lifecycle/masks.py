@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from esper.leyline.lifecycle.actions import RELEVANT, Actions, Blend, Head, Ints, Op
 from esper.leyline.lifecycle.view import Bools, Floats, Masks, Space
+from esper.leyline.lifecycle.vocabulary import RELEVANT, Actions, Blend, Head, Ints, Op
 
 TEMPO = 2
 """Ramp length of a decision that names none [steps]."""

@@ -6,8 +6,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.leyline.lifecycle.actions import Actions, Blend
-from esper.leyline.lifecycle.verdicts import Refusal, Vital
+from esper.leyline.lifecycle.vocabulary import Actions, Blend, Refusal, Vital
 from esper.leyline.records import brief
 
 Floats = NDArray[np.float64]

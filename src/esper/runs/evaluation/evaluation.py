@@ -26,8 +26,8 @@ from esper.kasmina.lifecycle import dormant
 from esper.leyline.config.tree import BASELINES, Config, baseline_names, build_config, check_controller_settings
 from esper.leyline.data.objective import objective_of
 from esper.leyline.data.task import AnyTask, Mixture, with_steps
-from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Outcome, Scores
+from esper.leyline.lifecycle.vocabulary import Stage
 from esper.leyline.messages import InputError, counted, system_in_words
 from esper.leyline.progress import Pace
 from esper.runs.baselines import Absent, GrowthResult, grown_of, train_baseline

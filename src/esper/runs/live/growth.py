@@ -27,12 +27,10 @@ from esper.leyline.config.arguments import check_integer, is_number, known_as
 from esper.leyline.config.tree import Config, GrowthConfig, build_growth_config, merge_settings
 from esper.leyline.data.duplicates import Overlap
 from esper.leyline.data.objective import objective
-from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.slots import Site
-from esper.leyline.lifecycle.stages import ADDED, SETTLED, Stage, among
 from esper.leyline.lifecycle.streams import Kind
-from esper.leyline.lifecycle.verdicts import Refusal
 from esper.leyline.lifecycle.view import MISSING, Space, View, sensor
+from esper.leyline.lifecycle.vocabulary import ADDED, SETTLED, Op, Refusal, Stage, among
 from esper.leyline.messages import GrowthWarning, InputError, counted, kind_of, typed_line, warn
 from esper.leyline.protocols import Controller
 from esper.runs.explanations import Attempts, explanations, few_examples, nothing_left, unfinished

@@ -8,10 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from esper.leyline.lifecycle.actions import Actions, Head, Op
 from esper.leyline.lifecycle.masks import only_wait, without_blueprints
-from esper.leyline.lifecycle.verdicts import Refusal
 from esper.leyline.lifecycle.view import Masks, Outcome, View
+from esper.leyline.lifecycle.vocabulary import Actions, Head, Op, Refusal
 from esper.leyline.protocols import Judgement
 from esper.tamiyo.policy.controller import Policy
 from esper.tamiyo.policy.network import GREEDY, SampledDecision, decide, full_precision

@@ -15,9 +15,8 @@ from torch.utils import _pytree as pytree
 from esper.leyline.config.parsing import parse_json
 from esper.leyline.config.tree import check_controller_settings
 from esper.leyline.data.keys import Purpose, scalar
-from esper.leyline.lifecycle.actions import Blend, Op
-from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Space
+from esper.leyline.lifecycle.vocabulary import Blend, Op, Stage
 from esper.leyline.messages import InputError
 from esper.leyline.records import as_tree, brief, from_tree
 from esper.store.disk import Retry, checksum_of, find_folder, read_kept, sha256_of, write_folder, write_once

@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from esper.leyline.lifecycle.actions import RELEVANT, Actions, Blend, Head, Ints, Op
 from esper.leyline.lifecycle.masks import chosen_in_turn, offered
 from esper.leyline.lifecycle.view import Bools, Masks
+from esper.leyline.lifecycle.vocabulary import RELEVANT, Actions, Blend, Head, Ints, Op
 from esper.tamiyo.policy.observation import PROSPECTS
 
 Hidden = tuple[Tensor, Tensor]

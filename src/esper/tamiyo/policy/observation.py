@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.leyline.lifecycle.actions import Actions, Blend, Op
-from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
 from esper.leyline.lifecycle.view import Bools, CoalitionValues, Floats, Measurements, Seeds, View, choose
+from esper.leyline.lifecycle.vocabulary import IN_BUDGET, Actions, Blend, Op, Stage, among
 
 Features = NDArray[np.float32]
 

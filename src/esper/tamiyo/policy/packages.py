@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from esper.leyline.lifecycle.actions import Actions, Ints, Op
 from esper.leyline.lifecycle.view import Bools, Floats, Masks, Space, View, choose
+from esper.leyline.lifecycle.vocabulary import Actions, Ints, Op
 
 INNER = "bypass-rank-1"
 """Its price at a slot tells whether the segment before the slot keeps the width of the stream."""

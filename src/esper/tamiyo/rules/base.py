@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from esper.leyline.data.keys import Purpose, key, uniform
-from esper.leyline.lifecycle.actions import Actions, Head
 from esper.leyline.lifecycle.masks import draw_uniform
 from esper.leyline.lifecycle.view import Bools, Floats, View
+from esper.leyline.lifecycle.vocabulary import Actions, Head
 from esper.leyline.protocols import Controller
 
 

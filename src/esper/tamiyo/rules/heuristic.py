@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from esper.leyline.config.tree import GatesConfig, HeuristicConfig
-from esper.leyline.lifecycle.actions import Actions, Head, Ints, Op
 from esper.leyline.lifecycle.masks import complete, defaults
-from esper.leyline.lifecycle.stages import ADDED, IN_BUDGET, MeantNumber, Stage, among
 from esper.leyline.lifecycle.view import MISSING, Bools, Floats, Outcome, Space, View, sensor
+from esper.leyline.lifecycle.vocabulary import ADDED, IN_BUDGET, Actions, Head, Ints, MeantNumber, Op, Stage, among
 from esper.leyline.messages import nothing_planted
 from esper.tamiyo.rules.base import Rule
 

@@ -17,10 +17,20 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from esper.leyline.config.parsing import LARGEST_YAML, parse_yaml
-from esper.leyline.lifecycle.actions import RELEVANT, Actions, Blend, Head, Ints, Op
 from esper.leyline.lifecycle.masks import OPEN, allowed_of, choices_of, complete, defaults
-from esper.leyline.lifecycle.stages import IN_BUDGET, MeantNumber, Stage, among
 from esper.leyline.lifecycle.view import Bools, Outcome, Space, View
+from esper.leyline.lifecycle.vocabulary import (
+    IN_BUDGET,
+    RELEVANT,
+    Actions,
+    Blend,
+    Head,
+    Ints,
+    MeantNumber,
+    Op,
+    Stage,
+    among,
+)
 from esper.leyline.messages import InputError, counted
 from esper.store.disk import read_named
 from esper.tamiyo.rules.base import Rule

@@ -43,11 +43,10 @@ from esper.kasmina.lifecycle import Edits, dormant, doses, uprooted
 from esper.kasmina.stack.layout import HostTable
 from esper.leyline.config.tree import GrowthConfig
 from esper.leyline.data.keys import Purpose, scalar
-from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Site
-from esper.leyline.lifecycle.stages import ADDED, LIVE, Stage
 from esper.leyline.lifecycle.streams import Stream
 from esper.leyline.lifecycle.view import MISSING, Bools, Seeds, choose
+from esper.leyline.lifecycle.vocabulary import ADDED, LIVE, Blend, Stage
 from esper.tolaria.live.copies import Average, Twin
 from esper.tolaria.live.groups import Groups, Named, placed_moments
 from esper.tolaria.live.incubation import Incubation

@@ -18,8 +18,8 @@ from esper.leyline.data.batches import picked
 from esper.leyline.data.keys import Purpose, key, permutations
 from esper.leyline.data.task import Objective, Split
 from esper.leyline.lifecycle.gates import judge
-from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Bools, Floats, Measurements, Seeds
+from esper.leyline.lifecycle.vocabulary import Stage
 from esper.leyline.messages import InputError
 from esper.leyline.records import as_tree, brief, from_tree
 from esper.tolaria.measure.probe import passed

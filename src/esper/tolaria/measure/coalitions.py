@@ -17,8 +17,8 @@ from esper.kasmina.lifecycle import doses
 from esper.kasmina.stack.plan import Branches, Indices
 from esper.leyline.data.keys import key, permutations
 from esper.leyline.intervals import t_factor
-from esper.leyline.lifecycle.stages import LIVE, Stage, among
 from esper.leyline.lifecycle.view import CoalitionValues, Estimate, Floats, Seeds
+from esper.leyline.lifecycle.vocabulary import LIVE, Stage, among
 
 COMPLETE = 4
 """Up to this many live seeds every subset is evaluated; above it, subsets along sampled permutations."""

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Bools, CoalitionValues, Estimate, Measurements, Scores, Seeds, choose
+from esper.leyline.lifecycle.vocabulary import Stage
 from esper.tolaria.governor import Signs
 from esper.tolaria.measure.certifying import Certifier
 from esper.tolaria.measure.coalitions import Sampling, coalitions, masks

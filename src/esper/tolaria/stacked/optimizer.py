@@ -13,8 +13,8 @@ from esper.kasmina.stack.body import Body
 from esper.kasmina.stack.plan import Indices
 from esper.kasmina.stack.rows import Stack
 from esper.leyline.config.tree import OptimizerConfig
-from esper.leyline.lifecycle.stages import ADDED, Stage, among
 from esper.leyline.lifecycle.view import Bools, Seeds
+from esper.leyline.lifecycle.vocabulary import ADDED, Stage, among
 from esper.tolaria.population import ParameterNorms, TrainedFigures
 
 Update = Callable[[Tensor | None], None]

@@ -42,8 +42,8 @@ from esper.leyline.data.task import (
     nonfinite,
 )
 from esper.leyline.lifecycle.slots import Tap
-from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Floats, Seeds
+from esper.leyline.lifecycle.vocabulary import Stage
 from esper.leyline.messages import DataFault, InputError, counted
 from esper.tolaria.measure.bounds import bounds
 from esper.tolaria.measure.certifying import compared, set_aside

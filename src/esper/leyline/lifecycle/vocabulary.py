@@ -1,15 +1,63 @@
-"""Define what a controller can do: operations, the heads of a decision, and which heads each operation reads."""
+"""Name the stages of a seed, what a controller can do, and why it was not done, in numbers that keep their meaning."""
 
-from typing import Any, NamedTuple
+from enum import IntEnum
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.leyline.lifecycle.stages import MeantNumber
 from esper.leyline.messages import InputError, kind_of
 from esper.leyline.records import brief
 
 Ints = NDArray[np.int64]
+
+
+class MeantNumber(IntEnum):
+    """Names numbers and says what each means, in the docstring of the class too."""
+
+    meaning: str
+
+    def __new__(cls, value: int, meaning: str = "") -> Self:
+        member = int.__new__(cls, value)
+        member._value_, member.meaning = value, meaning
+        return member
+
+    def __init_subclass__(cls) -> None:
+        meanings = "".join(f"    {name}: {member.meaning}\n" for name, member in cls.__members__.items())
+        cls.__doc__ = f"{cls.__doc__}\n\nAttributes:\n{meanings}"
+
+
+class Stage(MeantNumber):
+    """Names the stages of a slot. The values are stored in arrays and in files, so their meaning never changes."""
+
+    DORMANT = 0, "the slot is empty"
+    GERMINATED = 1, "the seed was built in this step and has not run yet"
+    TRAINING = 2, "the seed trains, and does not change the output of the host"
+    BLENDING = 3, "alpha moves along a ramp to its target, so the seed begins to act, or stops acting"
+    HOLDING = 4, "alpha is at its target, and the seed is on trial"
+    FOSSILIZED = 5, "the seed is a permanent part of the network"
+    PRUNED = 6, "the seed was removed in this step"
+    EMBARGOED = 7, "the slot is empty and cannot be planted yet"
+
+
+def meaning_of(kind: type[MeantNumber], name: str) -> str:
+    """Return what a name in small letters means, as rows of the events have it; the name in words if `kind` has none such."""
+    return kind[name.upper()].meaning if name.upper() in kind.__members__ else name.replace("_", " ")
+
+
+LIVE = frozenset({Stage.BLENDING, Stage.HOLDING})
+IN_BUDGET = frozenset({Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED})
+ADDED = frozenset({Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED})
+"""The stages of seeds whose parameters all count as added to the network, whatever their alpha."""
+SETTLED = frozenset({Stage.DORMANT, Stage.FOSSILIZED, Stage.EMBARGOED})
+"""The stages of slots without a seed that is under way."""
+
+
+def among(stage: NDArray[Any], stages: frozenset[Stage]) -> NDArray[np.bool_]:
+    """Return whether each entry of an array of stages is one of `stages`; bool, of the same shape."""
+    table = np.zeros(len(Stage), bool)
+    table[list(stages)] = True
+    return table[stage]
 
 
 class Op(MeantNumber):
@@ -40,6 +88,30 @@ class Blend(MeantNumber):
     ADD = 0, "h + alpha * delta"
     GATE = 1, "h + alpha * g(u) * delta"
     MULTIPLY = 2, "h * (1 + alpha * tanh(delta))"
+
+
+class Refusal(MeantNumber):
+    """Says why a decision was not carried out; NONE if it was."""
+
+    NONE = 0, "the decision was carried out"
+    MASKED = 1, "the masks forbade it, as it was not open at that time"
+    SEED_CAP = 2, "the environment had lifecycle.max_seeds seeds already"
+    PARAM_BUDGET = 3, "the seed's parameters would exceed governor.param_limit"
+    MEMORY = 4, "the seed's modules would not fit into the free memory"
+
+
+class Vital(MeantNumber):
+    """Says why a row was rolled back after a step; GOOD if it was not."""
+
+    GOOD = 0, "the row was not rolled back"
+    BATCH = 1, "examples of a batch are not finite"
+    LOSS = 2, "a training loss, or the loss on the probe split, is not finite"
+    GRADIENT = 3, "a gradient of the host or of a seed is not finite"
+    PARAMETER = 4, "a parameter is not finite"
+    RISE = 5, "the loss rose far above its past values"
+    COLLAPSE = 6, "the outputs hardly differ between examples"
+    FALL = 7, "the metric fell far below its best value"
+    METRIC = 8, "the metric on the probe split is not finite"
 
 
 RELEVANT: NDArray[np.bool_] = np.zeros((len(Op), len(Head)), bool)
