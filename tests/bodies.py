@@ -6,7 +6,7 @@ import torch
 from esper.kasmina.blueprints import BLUEPRINTS, drawn_with, get_blueprint
 from esper.kasmina.lifecycle import dormant, edits
 from esper.kasmina.stack.body import Body
-from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.lifecycle.slots import Kind
 from esper.leyline.lifecycle.vocabulary import IN_BUDGET, Stage
 from esper.tasks.hosts.factories import MLP
 

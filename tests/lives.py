@@ -15,7 +15,7 @@ from esper.kasmina.graft.grafted import graft, planted_at, ungraft
 from esper.kasmina.graft.planted import Mode
 from esper.kasmina.graft.recording import call, floats
 from esper.kasmina.network.saving import attach, load_grown
-from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.lifecycle.slots import Kind
 from esper.leyline.lifecycle.vocabulary import Blend, Op, Stage
 from esper.runs.live.growth import Growth
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry

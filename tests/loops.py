@@ -6,8 +6,7 @@ from torch import nn
 
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.grafted import graft
-from esper.leyline.lifecycle.slots import Site
-from esper.leyline.lifecycle.streams import Vector
+from esper.leyline.lifecycle.slots import Site, Vector
 from esper.leyline.lifecycle.vocabulary import Op, Stage
 from esper.runs.live.growth import Growth
 

@@ -16,8 +16,7 @@ from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.grafted import graft, planted_at, ungraft
 from esper.kasmina.graft.planted import Mode
 from esper.kasmina.graft.sharding import gather, in_parts
-from esper.leyline.lifecycle.slots import Site
-from esper.leyline.lifecycle.streams import Vector
+from esper.leyline.lifecycle.slots import Site, Vector
 from esper.leyline.lifecycle.vocabulary import Op
 from esper.leyline.messages import InputError
 from esper.runs.live.growth import Growth

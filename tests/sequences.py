@@ -9,8 +9,7 @@ from bodies import planted_body
 from esper.kasmina.blueprints import BLUEPRINTS
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.stack.layers import Linear
-from esper.leyline.lifecycle.slots import SlotSpec
-from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.lifecycle.slots import Kind, SlotSpec
 
 SEQUENCES = tuple(name for kind, name in BLUEPRINTS if kind == Kind.SEQUENCE)
 LENGTH = 7

@@ -7,8 +7,7 @@ from torch import nn
 
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.stack.layers import Linear, PositionMean
-from esper.leyline.lifecycle.slots import SlotSpec
-from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.lifecycle.slots import Kind, SlotSpec
 from esper.tasks.own.custom import task_from
 from sequences import LastPosition, RunningMean
 

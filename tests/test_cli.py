@@ -18,8 +18,7 @@ from esper.kasmina.blueprints import BLUEPRINTS, LIVE_BLUEPRINTS, Blueprint
 from esper.kasmina.blueprints.vector import zero_linear
 from esper.kasmina.stack import invariance
 from esper.leyline.config.tree import Config, build_config, reference
-from esper.leyline.lifecycle.slots import Tap
-from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.lifecycle.slots import Kind, Tap
 from esper.tasks.catalog import TASKS
 from pictures import write_cifar
 from processes import begun

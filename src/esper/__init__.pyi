@@ -58,13 +58,13 @@ transformer = Transformer
 gru = GRU
 from esper.kasmina.host import SegmentedHost as SegmentedHost
 from esper.leyline.lifecycle.slots import SlotSpec as SlotSpec
-from esper.leyline.lifecycle.streams import Kind as Kind
+from esper.leyline.lifecycle.slots import Kind as Kind
 from esper.leyline.lifecycle.slots import Site as Site
-from esper.leyline.lifecycle.streams import Stream as Stream
-from esper.leyline.lifecycle.streams import Vector as Vector
-from esper.leyline.lifecycle.streams import Volume as Volume
-from esper.leyline.lifecycle.streams import Map as Map
-from esper.leyline.lifecycle.streams import Sequence as Sequence
+from esper.leyline.lifecycle.slots import Stream as Stream
+from esper.leyline.lifecycle.slots import Vector as Vector
+from esper.leyline.lifecycle.slots import Volume as Volume
+from esper.leyline.lifecycle.slots import Map as Map
+from esper.leyline.lifecycle.slots import Sequence as Sequence
 from esper.kasmina.graft.find_sites import find_sites as find_sites
 from esper.kasmina.graft.find_sites import FoundSites as FoundSites
 from esper.leyline.lifecycle.slots import Tap as Tap

@@ -31,7 +31,7 @@ from esper.leyline.config.input import show as show_value
 from esper.leyline.config.tree import BASELINES, Config, RewardConfig, build_config, parse_setting
 from esper.leyline.data.batches import picked
 from esper.leyline.data.task import AnyTask, Mixture, Task, with_steps
-from esper.leyline.lifecycle.streams import CONVOLVED
+from esper.leyline.lifecycle.slots import CONVOLVED
 from esper.leyline.messages import InputError, RunWarning, amended, kind_of, printable, warn
 from esper.leyline.protocols import Controller, Reward
 from esper.leyline.reference import is_own_controller, is_reference, resume_call, resume_command

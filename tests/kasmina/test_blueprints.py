@@ -12,8 +12,7 @@ from esper.kasmina.blueprints.vector import PADDED, MLPSeed
 from esper.kasmina.lifecycle import doses
 from esper.kasmina.slot import blend_change, sigmoid
 from esper.kasmina.stack.layers import zero_linear
-from esper.leyline.lifecycle.slots import Tap
-from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.lifecycle.slots import Kind, Tap
 from esper.leyline.lifecycle.vocabulary import Blend, Stage
 from esper.leyline.messages import InputError
 

@@ -16,8 +16,7 @@ from esper.kasmina.graft.grafted import plant
 from esper.kasmina.graft.planted import Planted
 from esper.kasmina.network.drawing import describe, parts_of
 from esper.kasmina.slot import Seed
-from esper.leyline.lifecycle.slots import Tap
-from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.lifecycle.slots import Kind, Tap
 from esper.leyline.lifecycle.vocabulary import Blend
 from esper.leyline.messages import InputError
 from pages import EVIL

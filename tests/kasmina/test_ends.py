@@ -9,8 +9,7 @@ from esper.kasmina.blueprints import drawn_with, get_blueprint
 from esper.kasmina.blueprints.vector import SparseHead, SparseRows
 from esper.kasmina.host import SegmentedHost, check_host
 from esper.kasmina.stack.rows import Stack
-from esper.leyline.lifecycle.slots import SlotSpec
-from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.lifecycle.slots import Kind, SlotSpec
 from esper.leyline.messages import InputError
 from esper.tasks.hosts.feedforward import Floor
 

@@ -20,8 +20,7 @@ from esper.kasmina.graft.find_sites import find_sites
 from esper.kasmina.graft.grafted import graft, plant, uproot
 from esper.kasmina.graft.planted import Mode, Planted
 from esper.kasmina.slot import Seed
-from esper.leyline.lifecycle.slots import Tap
-from esper.leyline.lifecycle.streams import Kind, Map, Sequence, Vector, Volume
+from esper.leyline.lifecycle.slots import Kind, Map, Sequence, Tap, Vector, Volume
 from esper.leyline.lifecycle.vocabulary import Blend
 from esper.leyline.messages import InputError
 from trees import SHAPES, conv, trees

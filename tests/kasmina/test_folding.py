@@ -13,8 +13,7 @@ from esper.kasmina.graft.folding import fold as fold_all
 from esper.kasmina.graft.grafted import graft, plant, planted_at, ungraft
 from esper.kasmina.graft.planted import Mode, Planted
 from esper.kasmina.slot import Seed
-from esper.leyline.lifecycle.slots import Site, Tap
-from esper.leyline.lifecycle.streams import STREAMS, Kind, Map, Sequence, Vector, Volume
+from esper.leyline.lifecycle.slots import STREAMS, Kind, Map, Sequence, Site, Tap, Vector, Volume
 from esper.leyline.lifecycle.vocabulary import Blend
 from loops import equal
 

@@ -32,8 +32,7 @@ from esper.kasmina.graft.grafted import (
 from esper.kasmina.graft.grown import anchor
 from esper.kasmina.graft.planted import Bank, Mode, Planted, Seat
 from esper.kasmina.slot import Seed, slot_output
-from esper.leyline.lifecycle.slots import Site, Tap
-from esper.leyline.lifecycle.streams import STREAMS, Kind, Map, Sequence, Stream, Vector
+from esper.leyline.lifecycle.slots import STREAMS, Kind, Map, Sequence, Site, Stream, Tap, Vector
 from esper.leyline.lifecycle.vocabulary import Blend
 from esper.leyline.messages import InputError
 

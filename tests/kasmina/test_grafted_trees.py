@@ -13,8 +13,7 @@ from esper.kasmina.graft.grafted import graft, plant, planted_at, sites_of, surv
 from esper.kasmina.graft.planted import Mode, Planted
 from esper.kasmina.graft.recording import floats
 from esper.kasmina.slot import Seed
-from esper.leyline.lifecycle.slots import Site
-from esper.leyline.lifecycle.streams import STREAMS, Kind
+from esper.leyline.lifecycle.slots import STREAMS, Kind, Site
 from esper.leyline.lifecycle.vocabulary import Blend
 from trees import SHAPES, trees
 

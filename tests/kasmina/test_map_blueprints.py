@@ -11,8 +11,7 @@ from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, blueprint, check, co
 from esper.kasmina.blueprints.map import Norm, conv, zero_conv
 from esper.kasmina.lifecycle import doses
 from esper.kasmina.stack.layers import zero_linear
-from esper.leyline.lifecycle.slots import Tap
-from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.lifecycle.slots import Kind, Tap
 from esper.leyline.lifecycle.vocabulary import Blend
 from esper.leyline.messages import InputError
 from esper.tasks.hosts.factories import CNN

@@ -12,8 +12,7 @@ from bodies import empty, set_seed
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.host import SegmentedHost, check_host
 from esper.kasmina.lifecycle import doses
-from esper.leyline.lifecycle.slots import SlotSpec, Tap
-from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.lifecycle.slots import Kind, SlotSpec, Tap
 from esper.leyline.lifecycle.vocabulary import Blend, Stage
 from esper.leyline.messages import InputError
 from esper.tolaria.stacked.population import shadows

@@ -13,8 +13,7 @@ from esper.kasmina.blueprints import count, get_blueprint
 from esper.kasmina.network.grown_network import Graft, GrownNetwork, RegrownHost, as_host, lost_slots
 from esper.kasmina.stack.body import Seed
 from esper.leyline.data.task import Interface, Scaling
-from esper.leyline.lifecycle.slots import Tap
-from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.lifecycle.slots import Kind, Tap
 from esper.leyline.lifecycle.vocabulary import Blend, Op
 from esper.tasks.hosts.factories import MLP
 from esper.tolaria.engine import VectorizedEngine

@@ -19,8 +19,7 @@ from esper.kasmina.stack.invariance import blends_that_vary
 from esper.kasmina.stack.layers import zero_linear
 from esper.kasmina.stack.rows import Stack
 from esper.leyline.config.tree import build_config
-from esper.leyline.lifecycle.slots import SlotSpec, Tap
-from esper.leyline.lifecycle.streams import Kind, Sequence
+from esper.leyline.lifecycle.slots import Kind, Sequence, SlotSpec, Tap
 from esper.leyline.lifecycle.vocabulary import Blend
 from esper.leyline.messages import InputError
 from esper.runs.live.growth import growth_menu

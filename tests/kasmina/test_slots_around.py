@@ -21,8 +21,7 @@ from esper.kasmina.network.grown_network import as_host, lost_slots
 from esper.kasmina.network.static import Skipped, WidenedHosts, widened
 from esper.kasmina.stack.plan import Branches
 from esper.leyline.data.task import Interface
-from esper.leyline.lifecycle.slots import SlotSpec, Tap
-from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.lifecycle.slots import Kind, SlotSpec, Tap
 from esper.leyline.lifecycle.vocabulary import Blend, Stage
 from esper.leyline.messages import InputError
 from esper.tolaria.stacked.population import shadows

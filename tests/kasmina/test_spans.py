@@ -11,8 +11,7 @@ from esper.kasmina.graft.folding import fold
 from esper.kasmina.graft.grafted import graft, plant, planted_at, uproot
 from esper.kasmina.graft.planted import Mode, Planted
 from esper.kasmina.slot import Seed
-from esper.leyline.lifecycle.slots import Tap
-from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.lifecycle.slots import Kind, Tap
 from esper.leyline.lifecycle.vocabulary import Blend
 from lives import Host, live
 from thinning import thinned

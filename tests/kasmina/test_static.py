@@ -8,8 +8,7 @@ from esper.kasmina.blueprints import count, drawn_with
 from esper.kasmina.host import SegmentedHost, check_host
 from esper.kasmina.network.static import Skipped, WidenedHosts, skip_places, widened, without_bottlenecks
 from esper.kasmina.stack.layers import Linear, PositionMean
-from esper.leyline.lifecycle.slots import SlotSpec
-from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.lifecycle.slots import Kind, SlotSpec
 from esper.leyline.messages import InputError
 
 

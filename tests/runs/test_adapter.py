@@ -10,8 +10,7 @@ from torch import nn
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.grafted import graft, is_grafted
 from esper.kasmina.network.saving import ADAPTER, ADAPTER_WEIGHTS, attach
-from esper.leyline.lifecycle.slots import Site
-from esper.leyline.lifecycle.streams import Vector
+from esper.leyline.lifecycle.slots import Site, Vector
 from esper.leyline.lifecycle.vocabulary import Op
 from esper.leyline.messages import InputError
 from esper.runs.live.growth import Growth

@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import esper
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.grafted import planted_at
-from esper.leyline.lifecycle.streams import Vector
+from esper.leyline.lifecycle.slots import Vector
 from esper.leyline.messages import GrowthWarning
 from loops import equal, repeatable, stages
 

@@ -11,8 +11,7 @@ from torch import nn
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.grafted import graft, planted_at
 from esper.leyline.data.objective import objective
-from esper.leyline.lifecycle.slots import Site
-from esper.leyline.lifecycle.streams import Map
+from esper.leyline.lifecycle.slots import Map, Site
 from esper.leyline.lifecycle.vocabulary import Op
 from esper.leyline.messages import GrowthWarning, InputError
 from esper.runs.live.growth import Growth

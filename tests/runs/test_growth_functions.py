@@ -13,8 +13,7 @@ from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.blueprints.functions import FUNCTIONS, REACH, named, recognised
 from esper.kasmina.graft.folding import functions_between
 from esper.kasmina.graft.grafted import graft, planted_at
-from esper.leyline.lifecycle.slots import Site
-from esper.leyline.lifecycle.streams import Map, Sequence, Vector
+from esper.leyline.lifecycle.slots import Map, Sequence, Site, Vector
 from esper.leyline.lifecycle.vocabulary import Blend, Op
 from loops import equal
 from populations import Script

@@ -9,8 +9,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, ge
 
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.grafted import graft
-from esper.leyline.lifecycle.slots import Site
-from esper.leyline.lifecycle.streams import Vector
+from esper.leyline.lifecycle.slots import Site, Vector
 from esper.runs.live.growth import Growth
 from loops import LIFE, SETTINGS, equal, stages
 from populations import Script

@@ -11,8 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.grafted import graft, planted_at
-from esper.leyline.lifecycle.slots import Site
-from esper.leyline.lifecycle.streams import Vector
+from esper.leyline.lifecycle.slots import Site, Vector
 from esper.leyline.lifecycle.vocabulary import Op
 from esper.leyline.messages import GrowthWarning
 from esper.runs.live.growth import Growth

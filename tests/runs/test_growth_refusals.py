@@ -14,8 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.grafted import graft, is_grafted, ungraft
-from esper.leyline.lifecycle.slots import Site
-from esper.leyline.lifecycle.streams import Map, Vector
+from esper.leyline.lifecycle.slots import Map, Site, Vector
 from esper.leyline.lifecycle.vocabulary import Op
 from esper.leyline.messages import InputError
 from esper.runs.live.anytime import AnytimeGrowth

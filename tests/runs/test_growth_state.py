@@ -12,8 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.grafted import graft
-from esper.leyline.lifecycle.slots import Site
-from esper.leyline.lifecycle.streams import Sequence, Vector
+from esper.leyline.lifecycle.slots import Sequence, Site, Vector
 from esper.leyline.lifecycle.vocabulary import Op
 from esper.leyline.messages import InputError
 from esper.runs.live.growth import Growth

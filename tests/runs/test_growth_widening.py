@@ -12,8 +12,7 @@ import esper
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.grafted import graft
 from esper.kasmina.graft.grown import is_grafted
-from esper.leyline.lifecycle.slots import Site
-from esper.leyline.lifecycle.streams import Vector
+from esper.leyline.lifecycle.slots import Site, Vector
 from esper.leyline.lifecycle.vocabulary import Op
 from esper.leyline.messages import InputError
 from populations import Script

@@ -14,8 +14,7 @@ import esper
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.grafted import graft, is_grafted
 from esper.kasmina.network.saving import NETWORK, NETWORK_WEIGHTS
-from esper.leyline.lifecycle.slots import Site
-from esper.leyline.lifecycle.streams import Vector
+from esper.leyline.lifecycle.slots import Site, Vector
 from esper.leyline.lifecycle.vocabulary import Op
 from esper.leyline.messages import GrowthWarning, InputError
 from esper.runs.live.growth import Growth

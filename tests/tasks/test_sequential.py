@@ -20,7 +20,7 @@ from esper.kasmina.stack.layers import rotated
 from esper.kasmina.stack.rows import Stack
 from esper.leyline.config.tree import build_config
 from esper.leyline.data.task import Interface
-from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.lifecycle.slots import Kind
 from esper.leyline.lifecycle.vocabulary import Op, Stage
 from esper.leyline.messages import InputError
 from esper.tasks.hosts.factories import GRU, SEQUENCE_MENU, Transformer, host_from, menu_of

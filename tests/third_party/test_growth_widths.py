@@ -5,8 +5,7 @@ import torch
 
 import esper
 from esper.kasmina.blueprints import drawn_with
-from esper.leyline.lifecycle.slots import Site
-from esper.leyline.lifecycle.streams import Sequence
+from esper.leyline.lifecycle.slots import Sequence, Site
 from esper.leyline.lifecycle.vocabulary import Op
 from esper.leyline.messages import GrowthWarning
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry

@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from esper.karn.reader import open_run
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.grafted import graft
-from esper.leyline.lifecycle.slots import Site
-from esper.leyline.lifecycle.streams import Vector
+from esper.leyline.lifecycle.slots import Site, Vector
 from esper.leyline.messages import InputError
 from esper.runs.live.anytime import AnytimeGrowth
 from esper.runs.live.growth import Growth

@@ -8,8 +8,7 @@ from torch import nn
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.host import SegmentedHost
 from esper.leyline.data.keys import Purpose, scalar
-from esper.leyline.lifecycle.slots import SlotSpec
-from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.lifecycle.slots import Kind, SlotSpec
 from esper.leyline.lifecycle.vocabulary import Actions, Op
 from esper.tasks.own.custom import task_from
 from esper.tolaria.engine import VectorizedEngine

@@ -9,8 +9,7 @@ from torch import nn
 
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.stack.body import APART, runs_by_row
-from esper.leyline.lifecycle.slots import SlotSpec
-from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.lifecycle.slots import Kind, SlotSpec
 from esper.leyline.lifecycle.vocabulary import IN_BUDGET, Op, Stage, among
 from esper.tamiyo.rules.base import Never
 from esper.tasks.hosts.factories import MLP, ResidualMLP, Transformer

@@ -6,7 +6,7 @@ import torch
 
 from esper.kasmina.stack.body import APART
 from esper.leyline.data.task import Lengths
-from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.lifecycle.slots import Kind
 from esper.leyline.lifecycle.view import take
 from esper.leyline.lifecycle.vocabulary import ADDED, IN_BUDGET, Actions, Stage, among
 from esper.leyline.messages import InputError

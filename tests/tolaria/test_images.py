@@ -10,8 +10,7 @@ from esper.kasmina.host import SegmentedHost
 from esper.kasmina.stack.layers import Linear, PositionMean
 from esper.leyline.config.tree import build_config
 from esper.leyline.data.task import Pixels
-from esper.leyline.lifecycle.slots import SlotSpec
-from esper.leyline.lifecycle.streams import Kind, Map, Vector
+from esper.leyline.lifecycle.slots import Kind, Map, SlotSpec, Vector
 from esper.leyline.lifecycle.vocabulary import Op
 from esper.store.tensors import flatten, unflatten
 from esper.tamiyo.rules.base import RandomValid

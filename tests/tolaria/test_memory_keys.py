@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.lifecycle import doses
 from esper.kasmina.stack.layers import Linear
-from esper.leyline.lifecycle.slots import SlotSpec
-from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.lifecycle.slots import Kind, SlotSpec
 from esper.leyline.messages import InputError
 from esper.tasks.own.custom import task_from
 from esper.tolaria.engine import VectorizedEngine

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import esper
 from esper.kasmina.blueprints import drawn_with
-from esper.leyline.lifecycle.streams import Vector
+from esper.leyline.lifecycle.slots import Vector
 from esper.tolaria.live.missing import Read, missing, read_sites
 
 

@@ -8,7 +8,7 @@ import torch
 
 from esper.kasmina.host import segment_outputs
 from esper.kasmina.stack.body import Body
-from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.lifecycle.slots import Kind
 from esper.leyline.lifecycle.vocabulary import Op, Stage
 from esper.store.tensors import flatten, unflatten
 from esper.tolaria.engine import VectorizedEngine

@@ -16,7 +16,7 @@ from esper.kasmina.blueprints import drawn_with, get_blueprint
 from esper.kasmina.host import SegmentedHost, check_host
 from esper.leyline.config.tree import build_config
 from esper.leyline.data.task import Split
-from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.lifecycle.slots import Kind
 from esper.leyline.lifecycle.view import sensor
 from esper.leyline.lifecycle.vocabulary import Op, Stage
 from esper.leyline.messages import InputError

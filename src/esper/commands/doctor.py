@@ -43,7 +43,7 @@ def _checks(every_size: bool) -> Iterator[Check]:
     from esper.kasmina.stack.invariance import EVERY_SIZE, FEW_SIZES, blends_that_vary, segments_that_vary
     from esper.leyline.data.batches import first, picked
     from esper.leyline.data.task import Task
-    from esper.leyline.lifecycle.streams import CONVOLVED
+    from esper.leyline.lifecycle.slots import CONVOLVED
     from esper.tasks.catalog import TASKS, get_task
 
     yield (3, 11) <= sys.version_info < (3, 14), f"python {platform.python_version()} (3.11 to 3.13)"

@@ -14,8 +14,7 @@ from torch.nn.parameter import is_lazy
 from esper.kasmina.blueprints import drawn_with
 from esper.leyline.data.batches import Batch, arguments, cast, first, leaves, map_leaves, run, shapes
 from esper.leyline.data.task import Objective
-from esper.leyline.lifecycle.slots import SlotSpec
-from esper.leyline.lifecycle.streams import STREAMS, Kind
+from esper.leyline.lifecycle.slots import STREAMS, Kind, SlotSpec
 from esper.leyline.messages import InputError, counted, first_line, in_words, kind_of, typed_line
 
 

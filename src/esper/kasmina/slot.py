@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.stack.layers import zero_linear
-from esper.leyline.lifecycle.streams import Stream
+from esper.leyline.lifecycle.slots import Stream
 from esper.leyline.lifecycle.vocabulary import Blend
 
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from esper.kasmina.host import SegmentedHost
 from esper.leyline.data.batches import Shapes
 from esper.leyline.data.task import Instance, Lengths, Mixture, Objective, Room, Split
-from esper.leyline.lifecycle.slots import SlotSpec
-from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.lifecycle.slots import Kind, SlotSpec
 from esper.leyline.messages import InputError
 from esper.tasks.hosts.factories import HOSTS
 from esper.tasks.objectives import Classification, Regression, custom_objective

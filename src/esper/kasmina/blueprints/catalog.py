@@ -24,8 +24,7 @@ from esper.kasmina.blueprints.vector import (
     SparseHead,
     SparseRows,
 )
-from esper.leyline.lifecycle.slots import Tap
-from esper.leyline.lifecycle.streams import STREAMS, Kind
+from esper.leyline.lifecycle.slots import STREAMS, Kind, Tap
 from esper.leyline.lifecycle.view import BlueprintInfo
 from esper.leyline.messages import InputError, did_you_mean, first_line, kind_of
 

@@ -24,8 +24,7 @@ from esper.kasmina.graft.recording import (
     tensors,
     untouched,
 )
-from esper.leyline.lifecycle.slots import Site
-from esper.leyline.lifecycle.streams import STREAMS, Kind, Sequence, Stream
+from esper.leyline.lifecycle.slots import STREAMS, Kind, Sequence, Site, Stream
 from esper.leyline.messages import InputError, aligned, counted, is_out_of_memory, kind_of, listed, typed_line
 
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)

@@ -26,8 +26,7 @@ from esper.kasmina.graft.grown import (
     wire_between,
 )
 from esper.kasmina.graft.planted import Bank, Mode, Planted
-from esper.leyline.lifecycle.slots import Site, Tap
-from esper.leyline.lifecycle.streams import STREAMS, Stream
+from esper.leyline.lifecycle.slots import STREAMS, Site, Stream, Tap
 from esper.leyline.messages import InputError, did_you_mean, kind_of
 
 M = TypeVar("M", bound=nn.Module)

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from esper.kasmina.blueprints.catalog import Copies
 from esper.kasmina.blueprints.functions import RELU, Pointwise
 from esper.kasmina.slot import Proximal, Seed, Straight, blend_change, slot_change
-from esper.leyline.lifecycle.slots import Site, Tap
-from esper.leyline.lifecycle.streams import STREAMS, Kind, arranged, restored
+from esper.leyline.lifecycle.slots import STREAMS, Kind, Site, Tap, arranged, restored
 from esper.leyline.lifecycle.vocabulary import Blend
 
 

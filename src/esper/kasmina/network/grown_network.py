@@ -15,8 +15,7 @@ from esper.kasmina.host import SegmentedHost
 from esper.kasmina.slot import Seed, slot_output
 from esper.leyline.data.batches import Batch, batch_of, first, map_leaves, picked, run
 from esper.leyline.data.task import Interface, Scaling
-from esper.leyline.lifecycle.slots import Tap
-from esper.leyline.lifecycle.streams import STREAMS, Kind
+from esper.leyline.lifecycle.slots import STREAMS, Kind, Tap
 from esper.leyline.lifecycle.vocabulary import Blend
 from esper.leyline.messages import InputError
 

@@ -28,8 +28,7 @@ from esper.kasmina.graft.planted import Mode, Planted, Recipe
 from esper.kasmina.graft.sharding import gather, in_parts
 from esper.kasmina.graft.units import resized
 from esper.leyline.config.parsing import parse_model
-from esper.leyline.lifecycle.slots import Site, Tap
-from esper.leyline.lifecycle.streams import STREAMS, Kind
+from esper.leyline.lifecycle.slots import STREAMS, Kind, Site, Tap
 from esper.leyline.lifecycle.vocabulary import Blend
 from esper.leyline.messages import GrowthWarning, InputError, kind_of, typed_line, warn, with_article
 from esper.store.disk import (

@@ -33,8 +33,7 @@ from esper.kasmina.stack.rows import (
 from esper.kasmina.stack.tape import PassOperations, PassTape
 from esper.leyline.data.batches import Batch, map_leaves, on_cpu, run
 from esper.leyline.data.keys import key
-from esper.leyline.lifecycle.slots import SlotSpec, Tap
-from esper.leyline.lifecycle.streams import CONVOLVED, Kind
+from esper.leyline.lifecycle.slots import CONVOLVED, Kind, SlotSpec, Tap
 from esper.leyline.lifecycle.view import Seeds
 from esper.leyline.lifecycle.vocabulary import ADDED, IN_BUDGET, Blend, Stage, among
 

@@ -16,7 +16,7 @@ from esper.kasmina.host import SegmentedHost, dtype_of
 from esper.kasmina.slot import Seed, slot_output
 from esper.kasmina.stack.rows import Stack
 from esper.leyline.data.batches import Batch, first, leaves, map_leaves, picked
-from esper.leyline.lifecycle.streams import STREAMS, Kind, Stream
+from esper.leyline.lifecycle.slots import STREAMS, Kind, Stream
 from esper.leyline.lifecycle.vocabulary import Blend
 from esper.leyline.messages import counted
 

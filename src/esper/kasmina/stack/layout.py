@@ -17,8 +17,7 @@ from esper.kasmina.host import SegmentedHost, segment_outputs, steps_of, width_r
 from esper.kasmina.slot import Seed
 from esper.kasmina.stack.plan import Indices
 from esper.leyline.data.batches import Batch, on_cpu
-from esper.leyline.lifecycle.slots import SlotSpec, Tap
-from esper.leyline.lifecycle.streams import STREAMS, Stream
+from esper.leyline.lifecycle.slots import STREAMS, SlotSpec, Stream, Tap
 from esper.leyline.lifecycle.view import Bools, Seeds
 from esper.leyline.lifecycle.vocabulary import ADDED, Blend, Stage, among
 from esper.leyline.records import from_tree

@@ -14,7 +14,7 @@ from esper.kasmina.slot import Straight, blend_change
 from esper.kasmina.stack.fused import gradients_of, streams_of
 from esper.kasmina.stack.rows import MAPS, Rows, Stack, moved_first, moved_last
 from esper.leyline.data.batches import Batch
-from esper.leyline.lifecycle.streams import Stream
+from esper.leyline.lifecycle.slots import Stream
 
 Caller = Callable[..., Tensor]
 """Calls a stack: takes it and the arguments of `Stack.__call__`."""

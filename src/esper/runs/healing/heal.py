@@ -22,8 +22,7 @@ from esper.kasmina.network.saving import adapter_files, attach_files
 from esper.leyline.config.arguments import check_integer
 from esper.leyline.data.duplicates import example_digests, repeated
 from esper.leyline.lifecycle.masks import complete, defaults
-from esper.leyline.lifecycle.slots import Site
-from esper.leyline.lifecycle.streams import Kind, Stream
+from esper.leyline.lifecycle.slots import Kind, Site, Stream
 from esper.leyline.lifecycle.view import Space, View
 from esper.leyline.lifecycle.vocabulary import Actions, Head, Op, Stage
 from esper.leyline.messages import DataWarning, InputError, in_words, kind_of, warn

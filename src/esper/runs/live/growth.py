@@ -27,8 +27,7 @@ from esper.leyline.config.arguments import check_integer, is_number, known_as
 from esper.leyline.config.tree import Config, GrowthConfig, build_growth_config, merge_settings
 from esper.leyline.data.duplicates import Overlap
 from esper.leyline.data.objective import objective
-from esper.leyline.lifecycle.slots import Site
-from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.lifecycle.slots import Kind, Site
 from esper.leyline.lifecycle.view import MISSING, Space, View, sensor
 from esper.leyline.lifecycle.vocabulary import ADDED, SETTLED, Op, Refusal, Stage, among
 from esper.leyline.messages import GrowthWarning, InputError, counted, kind_of, typed_line, warn

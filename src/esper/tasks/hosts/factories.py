@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from esper.kasmina.host import SegmentedHost
 from esper.leyline.config.arguments import check_integer
-from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.lifecycle.slots import Kind
 from esper.leyline.messages import InputError
 from esper.leyline.plugins import TASKS, load_plugin, plugins
 from esper.tasks.hosts.feedforward import CNN as CNN

@@ -16,8 +16,7 @@ from esper.kasmina.stack import fused
 from esper.kasmina.stack.layers import Linear, PositionMean, Residual
 from esper.leyline.config.arguments import check_integer, is_number
 from esper.leyline.data.task import Room
-from esper.leyline.lifecycle.slots import SlotSpec
-from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.lifecycle.slots import Kind, SlotSpec
 from esper.leyline.messages import InputError
 
 SCALE = 0.5

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.stack.layers import CausalAttention, Embedding, Linear, PositionNorm
-from esper.leyline.lifecycle.slots import SlotSpec
-from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.lifecycle.slots import Kind, SlotSpec
 from esper.leyline.messages import InputError
 from esper.tasks.hosts.feedforward import HostFactory, linear
 

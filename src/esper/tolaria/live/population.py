@@ -43,8 +43,7 @@ from esper.kasmina.lifecycle import Edits, dormant, doses, uprooted
 from esper.kasmina.stack.layout import HostTable
 from esper.leyline.config.tree import GrowthConfig
 from esper.leyline.data.keys import Purpose, scalar
-from esper.leyline.lifecycle.slots import Site
-from esper.leyline.lifecycle.streams import Stream
+from esper.leyline.lifecycle.slots import Site, Stream
 from esper.leyline.lifecycle.view import MISSING, Bools, Seeds, choose
 from esper.leyline.lifecycle.vocabulary import ADDED, LIVE, Blend, Stage
 from esper.tolaria.live.copies import Average, Twin

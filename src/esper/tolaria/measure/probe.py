@@ -20,7 +20,7 @@ from esper.kasmina.stack.plan import Branches, Indices, Route
 from esper.leyline.config.tree import SENSOR_FAMILIES
 from esper.leyline.data.batches import leaves, picked
 from esper.leyline.data.task import Objective
-from esper.leyline.lifecycle.streams import Kind, Stream
+from esper.leyline.lifecycle.slots import Kind, Stream
 from esper.leyline.lifecycle.view import Estimate, Seeds
 from esper.tolaria.measure.sensors import IntactStreams, Sample, TrueWidths, growth_sensors, participation_ratio
 from esper.tolaria.stacked.data import RowExamples
