@@ -2,6 +2,7 @@
 
     python bench/scripts/study_repair_ppo.py OUT --seeds 1 --rounds 400 --page FILE
     python bench/scripts/study_repair_ppo.py OUT --seeds 5 --rounds 80 --full-menu
+    python bench/scripts/study_repair_ppo.py OUT --seeds 3 --rounds 80 --full-menu --partial-menus
 
 Hosts of `repair` are damaged before they are trained, and seeds grow while they train. A training draws new instances in every
 round and validates on 96 instances every ten rounds; the best of these controllers is evaluated on fresh instances beside the
@@ -33,6 +34,8 @@ SETTINGS: dict[str, Any] = {
     },
 }
 """Chosen on `heal`, but for lambda and for two decisions a step, as `repair` holds two seeds; none was tried on `repair`."""
+PARTIAL: dict[str, Any] = {**SETTINGS, "ppo": {**SETTINGS["ppo"], "partial_menus": 0.75}}
+"""With a part of the menu, drawn anew in each episode, in three groups of environments out of four."""
 FIRST = 8192
 """First held-out instance of the evaluation, of a range that no other study uses."""
 OPPONENTS = ("heuristic", "never")
@@ -42,11 +45,15 @@ BEST_PLAN = "[{at: 0, op: germinate, slot: block3, blueprint: skip-mlp, keep: tr
 
 def main() -> None:
     """Train, evaluate and print the tables."""
-    more = (("--full-menu", False, "choose from the 13 blueprints of `repair-full`, and not from the 3 of `repair`"),)
-    arguments, settings = read_arguments(__doc__, 1, 400, 200, more), SETTINGS
+    more = (
+        ("--full-menu", False, "choose from the 13 blueprints of `repair-full`, and not from the 3 of `repair`"),
+        ("--partial-menus", False, "three groups of environments out of four have a part of the menu, drawn anew"),
+    )
+    arguments = read_arguments(__doc__, 1, 400, 200, more)
+    settings = PARTIAL if arguments.partial_menus else SETTINGS
     task = repair_full() if arguments.full_menu else repair()
     if arguments.quick:
-        settings = {**SETTINGS, "envs": 8, "ppo": {**SETTINGS["ppo"], "validate_envs": 4}}
+        settings = {**settings, "envs": 8, "ppo": {**settings["ppo"], "validate_envs": 4}}
     torch.set_num_threads(1)
     folders = [arguments.out / f"ppo-s{seed}" for seed in range(arguments.seeds)]
     curves = np.array([train(path, task, seed, arguments.rounds, settings) for seed, path in enumerate(folders)])

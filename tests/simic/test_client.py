@@ -10,10 +10,11 @@ from torch.utils import _pytree as pytree
 
 from esper.leyline.lifecycle.vocabulary import Head, Op
 from esper.leyline.protocols import Controller
-from esper.simic.client import SimicClient
+from esper.simic.client import Apprentice, SimicClient
 from esper.simic.ppo import PPO
 from esper.simic.rewards import get_reward, total, worths
 from esper.simic.rollout import ShardedRollout
+from esper.tamiyo.catalog import get_controller
 from esper.tamiyo.policy.controller import Language, Policy
 from esper.tamiyo.policy.network import judge
 from esper.tolaria.engine import VectorizedEngine
@@ -215,3 +216,27 @@ def test_cohorts_of_other_shapes_share_one_learner():
         client.clear()
         second.clear()
     assert client.learner.round == 2
+
+
+def test_a_group_has_one_part_of_the_menu_in_an_episode_and_another_one_later():
+    engine, client = a_run()
+    client.learner.config = engine.config.ppo.model_copy(update={"partial_menus": 1.0})
+    client.learner.group = 2
+    parts = set()
+    for _ in range(8):
+        view = engine.reset()
+        part = client.masks(view).blueprint
+        shown = part.any(1)  # (E, K)
+        assert (shown[0::2] == shown[1::2]).all()
+        assert set(shown.sum(1)) <= {1, 2}
+        np.testing.assert_array_equal(part, view.masks.blueprint & shown[:, None])
+        parts |= {tuple(row) for row in shown.tolist()}
+        view, outcome = engine.step(client.act(view))
+        client.store(outcome)
+        client.clear()
+        planted = np.flatnonzero(outcome.actions.op == Op.GERMINATE)
+        assert shown[planted, outcome.actions.blueprint[planted]].all()
+    assert len(parts) > 3
+    teacher = get_controller("heuristic", engine.config)
+    apprentice = Apprentice(client.learner, client.reward, teacher, 0.5)
+    np.testing.assert_array_equal(apprentice.masks(view).blueprint, view.masks.blueprint)

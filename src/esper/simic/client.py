@@ -8,8 +8,9 @@ import torch
 from numpy.typing import NDArray
 
 from esper.leyline.config.tree import GovernorConfig
-from esper.leyline.lifecycle.masks import offered, only_wait
-from esper.leyline.lifecycle.view import Floats, Outcome, View, choose
+from esper.leyline.data.keys import Purpose, key, uniform
+from esper.leyline.lifecycle.masks import offered, only_wait, without_blueprints
+from esper.leyline.lifecycle.view import Floats, Masks, Outcome, View, choose
 from esper.leyline.lifecycle.vocabulary import Actions, Head, Refusal
 from esper.leyline.protocols import Controller, Judgement, Reward
 from esper.simic.ppo import PPO
@@ -38,6 +39,22 @@ class SimicClient(Learned):
     def exploration(self) -> Mapping[Head, float]:
         """Share of the uniform distribution in the probabilities of this round, by head."""
         return self.learner.exploration
+
+    def masks(self, view: View) -> Masks:
+        """Return the valid decisions. Where an episode has a part of the menu (`ppo.partial_menus`), the rest is forbidden.
+
+        A group of environments, whose advantages are compared, has one part: from one blueprint to all but one, small parts as
+        often as large ones (log-uniform). A policy that always has the whole menu does not learn what to plant without its best.
+        """
+        share, space = self.learner.config.partial_menus, view.space
+        if share and len(space.blueprints) > 1:
+            group, menu = space.number[:, None] // (self.learner.group or 1), np.arange(len(space.blueprints))
+            at = space.seed, Purpose.MENU, view.episode, group
+            drawn, size = uniform(key(*at, 0)), np.floor(len(menu) ** uniform(key(*at, 1)))
+            order = uniform(key(*at, 2, menu)).argsort(1).argsort(1)
+            hidden = (drawn < share) & (order >= size)
+            view = view._replace(masks=without_blueprints(view.masks, hidden[:, None]))
+        return super().masks(view)
 
     def carried(self, view: View, output: ActorOutput) -> Actions:
         """Write the decisions of the policy into the rollout, and return them."""
@@ -109,6 +126,10 @@ class Apprentice(SimicClient):
     @property
     def exploration(self) -> Mapping[Head, float]:
         return GREEDY
+
+    def masks(self, view: View) -> Masks:
+        """Return the valid decisions, with the whole menu, which the teacher has."""
+        return Learned.masks(self, view)
 
     def act(self, view: View) -> Actions:
         """Return the teacher's decisions in the environments that it leads, and sampled decisions of the policy in the others."""

@@ -419,6 +419,8 @@ class PPOConfig(Section):
     """weight of the uniform distribution when the operation is sampled, annealed to 0"""
     undo_bias: float = -4.0
     """bias of the logits of PRUNE and SET_ALPHA in an untrained policy; below 0, it rarely undoes what it planted"""
+    partial_menus: float = Field(0.0, ge=0, le=1)
+    """share of the groups of environments that have a part of the menu in an episode, drawn anew in each; 0 gives all the menu"""
     imitation_rounds: int = Field(0, ge=0)
     """rounds before the first in which the policy learns to imitate the teacher [rounds]"""
     imitation_passes: int | None = Field(None, ge=1)

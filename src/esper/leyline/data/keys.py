@@ -39,6 +39,7 @@ class Purpose(IntEnum):
     CERTIFY = 16  # fresh examples for certified keeps
     STREAM = 17  # segments, contexts and examples of streams of changing data, and weights of networks that learn them
     WIDENING = 18  # weights of further hidden features of a host
+    MENU = 19  # the part of a menu that a learner has in an episode
 
 
 _GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15
