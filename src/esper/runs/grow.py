@@ -27,13 +27,12 @@ from esper.nissa.events import digits
 from esper.nissa.hub import Output
 from esper.nissa.rows import EvaluationRow
 from esper.runs import baselines, figures
-from esper.runs.explanations import Attempts, explanations, thin_splits, unfinished
 from esper.runs.figures import Status, Summary
 from esper.runs.folder.environment import describe_environment
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.folder.resume import NEW, Opening, fitting
 from esper.runs.folder.run_folder import RunFolder
-from esper.runs.verdict import compared_networks, verdict
+from esper.runs.verdict import Attempts, compared_networks, explanations, thin_splits, unfinished, verdict
 from esper.runs.workers.sharded import ShardedEngine, ShardWorker, check_workers
 from esper.runs.workers.workers import ALONE, ShardPool, WorkerOptions, sent, shared_facts, start_workers
 from esper.store.disk import write_folder

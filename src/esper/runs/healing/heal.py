@@ -26,11 +26,11 @@ from esper.leyline.lifecycle.slots import Kind, Site, Stream
 from esper.leyline.lifecycle.view import Space, View
 from esper.leyline.lifecycle.vocabulary import Actions, Head, Op, Stage
 from esper.leyline.messages import DataWarning, InputError, in_words, kind_of, warn
-from esper.runs.explanations import few_examples
 from esper.runs.healing import training
 from esper.runs.healing.healed import Healed, HealingSeed
 from esper.runs.healing.training import Case, LowRankAdapter, TrainedNetwork
 from esper.runs.live.growth import Growth
+from esper.runs.verdict import few_examples
 from esper.tamiyo.rules.base import Rule
 from esper.tolaria.live.probe import Loss
 from esper.tolaria.measure.sensors import participation_ratio

@@ -32,10 +32,9 @@ from esper.leyline.lifecycle.view import MISSING, Space, View, sensor
 from esper.leyline.lifecycle.vocabulary import ADDED, SETTLED, Op, Refusal, Stage, among
 from esper.leyline.messages import GrowthWarning, InputError, counted, kind_of, typed_line, warn
 from esper.leyline.protocols import Controller
-from esper.runs.explanations import Attempts, explanations, few_examples, nothing_left, unfinished
 from esper.runs.live import growth_state
 from esper.runs.live.anytime import AnytimeGrowth
-from esper.runs.verdict import verdict_of_loop
+from esper.runs.verdict import Attempts, explanations, few_examples, nothing_left, unfinished, verdict_of_loop
 from esper.tamiyo.catalog import find_controller, with_sensors
 from esper.tolaria.engine import Engine, decide
 from esper.tolaria.live.copies import Average
