@@ -198,3 +198,19 @@ def test_what_cannot_be_is_refused_in_a_sentence(folder, tmp_path):
     trained(run, 0, 1).finish()
     with pytest.raises(InputError, match=re.escape("the network is finished; make another esper.AnytimeGrowth")):
         run[2].step(1)
+
+
+def test_a_run_whose_events_are_of_another_version_is_refused_and_left_alone(tmp_path):
+    growth = trained(made(tmp_path / "run"), 0, 8)
+    state, path = growth.state_dict(), tmp_path / "run" / "events.jsonl"
+    growth.finish()
+    path.write_bytes(path.read_bytes().replace(b'"schema":4', b'"schema":3', 1))
+    before = path.read_bytes()
+    _, _, again = resumed = made(tmp_path / "run")
+    again.load_state_dict(state)
+    for _ in range(2):  # the folder is not kept from another attempt either
+        with pytest.raises(
+            InputError, match="holds rows of version 3, this Esper reads version 4; read them, or resume"
+        ):
+            trained(resumed, 8, 9)
+    assert path.read_bytes() == before

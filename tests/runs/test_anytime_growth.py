@@ -339,7 +339,9 @@ def test_a_verdict_goes_on_where_growth_has_ended():
 
 def test_a_state_keeps_its_probe_and_a_higher_limit_lets_a_network_grow_on():
     run = trained(falling(math.inf), 0, 10)
-    with pytest.raises(InputError, match="the state is of probe=True, and this run has probe=False; give the same"):
+    with pytest.raises(
+        InputError, match="the state is of a run with a probe, and this one has none; give probe= and loss= as there"
+    ):
         made(ratio=None, warmup=1)[3].load_state_dict(run[3].state_dict())
     run = trained(made(most_parameters=10_000), 0, 60)
     assert run[3]._look_at == math.inf

@@ -358,8 +358,8 @@ def test_a_network_that_is_put_back_has_the_moving_average_and_the_count_of_then
 @pytest.mark.parametrize(
     ("saved", "given", "said"),
     [
-        ("average", None, "the saved state has ema True, where this one has False; make Growth as it was then"),
-        (None, "average", "the saved state has ema False, where this one has True"),
+        ("average", None, "the saved state has ema 'given', where this one has None; make Growth as it was then"),
+        (None, "average", "the saved state has ema None, where this one has 'given'"),
         ("average", "own", "ema lacks 'avg_fn', which the moving average of the saved state has"),
     ],
 )

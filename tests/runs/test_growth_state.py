@@ -130,7 +130,7 @@ def test_a_state_is_refused_where_an_argument_differs_unless_that_is_named(saved
         ({"mode": "reserve"}, "has mode 'live', where this one has 'reserve'"),
         ({"settings": {"blueprints": ["bypass-mlp"]}}, r"has menu \['vector bypass-linear', .*\['vector bypass-mlp'\]"),
         ({"optimizer": torch.optim.SGD}, "has optimizer 'AdamW', where this one has 'SGD'"),
-        ({"averaged": False}, "the saved state has ema True, where this one has False; make Growth as it was then"),
+        ({"averaged": False}, "the saved state has ema 'given', where this one has None; make Growth as it was then"),
         ({"settings": {"governor": {"loss_window": 3}}}, "has governor.loss_window [0-9]+, where this one has 3"),
         ({"width": 5}, "has sites .*width=4.*, where this one has .*width=5"),
         ({"groups": 2}, "has no group of 2 parameters that begins with '0.bias'; make the optimizer with the same"),
@@ -290,7 +290,7 @@ def test_a_state_without_an_entry_or_with_another_one_is_refused_and_the_growth_
     [
         (lambda state: [], "the saved state is a list; give the state as growth.state_dict"),
         (lambda state: {}, "the saved state is empty"),
-        (lambda state: {**state, "format": 2}, "has format 2, where this Esper reads format 8"),
+        (lambda state: {**state, "format": 2}, "has format 2, where esper.Growth of this Esper reads format 8"),
         (lambda state: {**state, "calls": 3}, "the saved state is damaged: .* by its checksum; give the state as"),
         (lambda state: {**state, "engine": None}, "the saved state is damaged"),
         (

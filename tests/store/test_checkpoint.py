@@ -366,7 +366,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_the_one_before_is_used(writt
     assert found.number == 3
     assert "step-000004" in notes[0]
     assert "another run" in notes[0]
-    assert notes[0].endswith("; step-000003, the newest that verifies, is used in its place")
+    assert notes[0].endswith("; step-000003, the newest that verifies, is used")
 
 
 def test_where_the_config_was_changed_the_run_is_not_begun_again(written):

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,11 @@ def test_whole_numbers_are_classes_in_sorted_order_whatever_they_are(y: Any, cla
     assert task.classes == classes
     assert all(type(name) is int for name in task.classes)
     assert sorted(set(labels_of(task).values())) == list(classes)
+
+
+def test_members_of_an_enumeration_are_their_values() -> None:
+    animal = StrEnum("animal", ["ant", "cat", "dog"])
+    assert made([animal(name) for name in NAMES]).classes == ("ant", "cat", "dog")
 
 
 def test_truth_values_are_two_classes() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from esper.leyline.config.tree import Config
-from esper.tolaria.runtime import HostMoment, PhaseTimer, describe_gpu, driver_version
+from esper.tolaria.runtime import CpuMoment, PhaseTimer, describe_gpu, driver_version
 
 
 class Device:
@@ -19,7 +19,7 @@ class Device:
         self.passed = self.given
 
 
-class DeviceMoment(HostMoment):
+class DeviceMoment(CpuMoment):
     """Marks a moment of that device, as `torch.cuda.Event` marks one of a GPU."""
 
     def __init__(self, device):

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+from collections import UserDict
 from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
@@ -1094,8 +1095,11 @@ def test_all_optimizers_of_a_list_follow_a_wider_and_a_deeper_network(recwarn):
             super().__init__([each for part in parts for group in part.param_groups for each in group["params"]], {})
             self.parts = parts
 
-    with pytest.raises(InputError, match=r"the Combined holds optimizers of its own, .*; give these as a list"):
-        esper.widen(model, 2, example=torch.ones(1, 8), optimizer=Combined(both))
+    for parts in (both, UserDict(enumerate(both))):
+        combined = Combined(both)
+        combined.parts = parts
+        with pytest.raises(InputError, match=r"the Combined holds optimizers of its own, .*; give these as a list"):
+            esper.widen(model, 2, example=torch.ones(1, 8), optimizer=combined)
     with pytest.raises(InputError, match="optimizer is an empty list"):
         esper.widen(model, 2, example=torch.ones(1, 8), optimizer=[])
     with pytest.raises(InputError, match="the optimizer is a StepLR"):

@@ -23,7 +23,7 @@ ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(
         ("model", "optimizer", "scheduler", "ema", "scaler", "shared"), "the trainer gives it; leave it out"
     ),
-    "plan": "LightningAnytimeGrowth and HuggingFaceAnytimeGrowth widen the network as a whole",
+    "plan": "to widen the network as a whole, take LightningAnytimeGrowth or HuggingFaceAnytimeGrowth",
     "shard": "a network that fully_shard has in parts grows in a loop of your own (`esper docs sharding`)",
 }
 """Arguments of `esper.Growth` and `esper.AnytimeGrowth` that a callback does not have, each with what to do."""

@@ -150,8 +150,8 @@ def check_version(path: Path, line: bytes) -> None:
         head = msgspec.json.decode(line, type=AnyRow)
         if head.kind == "run" and head.schema != SCHEMA:
             raise InputError(
-                f"{path} holds rows of version {head.schema}, this Esper reads version {SCHEMA}; read them with the "
-                "version of Esper that environment.json beside them names"
+                f"{path} holds rows of version {head.schema}, this Esper reads version {SCHEMA}; read them, or "
+                "resume the run, with the version of Esper that environment.json beside them names"
             )
 
 

@@ -214,7 +214,7 @@ class Checkpoints:
             size = sum(path.stat().st_size for path in folder.iterdir())
             self._record(found.number, size, None, self._pointed(BEST) == name)
             break
-        used = "no checkpoint verifies" if found is None else f"{name}, the newest that verifies, is used in its place"
+        used = "no checkpoint verifies" if found is None else f"{name}, the newest that verifies, is used"
         for reason in dict.fromkeys(refused):
             note(f"{reason}; {used}")
         if found is None and foreign:

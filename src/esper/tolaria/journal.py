@@ -162,7 +162,7 @@ class Journal(Observer):
         writing, self._written = self.hub.seconds - self._written, self.hub.seconds
         for name, seconds in {"deciding": step.deciding, "writing": writing, **spent}.items():
             self._phases[name] = self._phases.get(name, 0.0) + seconds
-        reads = 1 + bool((trace.found != Vital.GOOD).any())  # the rows that were rolled back are measured again
+        reads = 1 + bool((trace.found != Vital.GOOD).any())  # what was rolled back is measured again
         self._covered, self._reads = self._covered + 1, self._reads + reads
         self._waits += self._counts() - self._waits_before
         if full or number % self._every == 0 or outcome.terminal:

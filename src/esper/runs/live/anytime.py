@@ -584,7 +584,7 @@ class AnytimeGrowth:
         `shard` has them too, so that nothing else is loaded; every process gives that of the first one. InputError if the state
         is of another version or of another network, or if this run has begun already.
         """
-        check_format(state, FORMAT)
+        check_format(state, FORMAT, "esper.AnytimeGrowth")
         if self.growths or self.steps:
             raise InputError(
                 "this run has begun already; load the state into a fresh model, optimizer and AnytimeGrowth"
@@ -592,6 +592,12 @@ class AnytimeGrowth:
         settings = self._settings()
         for name, own in settings.items():
             if (there := state["settings"][name]) != own and name != "most_parameters":  # a limit may be another one
+                if name == "probe":  # whether there is one
+                    raise InputError(
+                        "the state is of a run without a probe, and this one has one; leave out probe= and loss="
+                        if own
+                        else "the state is of a run with a probe, and this one has none; give probe= and loss= as there"
+                    )
                 raise InputError(f"the state is of {name}={there!r}, and this run has {name}={own!r}; give the same")
         if self._shard is not None and "model" not in state:
             raise InputError(

@@ -62,7 +62,7 @@ def made_with(
         "probe": digest(population.probe_batches.batches()),
         "loss": describe(population.probe_batches.loss),
         "controller": given if named else describe(client, without=str(given)),
-        "ema": bool(population.averages),
+        "ema": "given" if population.averages else None,
         "optimizer": type(population.groups.optimizer).__qualname__,
         "schedulers": [type(each).__qualname__ for each in population.groups.schedulers],
         **{f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()},
@@ -176,25 +176,26 @@ def signed(tree: dict[str, Any]) -> dict[str, Any]:
     return {**whole, CHECKSUM: _checksum(whole)}
 
 
-def check_format(state: Any, number: int) -> None:
-    """Raise InputError unless a state is one that a growth returned, in the first process, and has this format."""
+def check_format(state: Any, number: int, growth: str) -> None:
+    """Raise InputError unless a state is one that a growth of this name returned, in the first process, and has this format."""
     if not isinstance(state, Mapping):
         raise InputError(f"the saved state is {kind_of(state)}; {_MEND}")
     if not state:
         raise InputError(
-            "the saved state is empty, as fully_shard gives it to every process but the first; load that of the first "
-            "process in all of them"
+            "the saved state is empty; load that of the first process in all of them, as fully_shard gives the others none"
         )
-    if state.get("format") != number:
-        mend = "go on with the Esper that wrote it, or begin a new run" if "format" in state else _MEND
+    if "format" not in state:
+        raise InputError(f"the saved state is none of {growth}; {_MEND}")
+    if state["format"] != number:
         raise InputError(
-            f"the saved state has format {state.get('format')!r}, where this Esper reads format {number}; {mend}"
+            f"the saved state has format {state['format']!r}, where {growth} of this Esper reads format {number}; go on with the "
+            "Esper that wrote it, or begin a new run"
         )
 
 
 def check_whole(state: Any) -> None:
     """Raise InputError unless a state is one that `signed` returned, with each of its entries."""
-    check_format(state, FORMAT)
+    check_format(state, FORMAT, "esper.Growth")
     if state.get(CHECKSUM) != _checksum({name: value for name, value in state.items() if name != CHECKSUM}):
         raise InputError(
             f"the saved state is damaged: its entries are not those that were saved, by its checksum; {_MEND}"

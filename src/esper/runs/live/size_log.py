@@ -59,10 +59,15 @@ class SizeLog:
             if not isinstance(own, dict) or own.get("began") != resumed["began"]:
                 raise InputError(f"{folder} holds another run than the one that is resumed; {mend}")
         self._lock.take()
+        if resumed is not None:
+            try:
+                resume_events(folder, resumed["seq"], resumed["events"], _note)
+            except InputError:  # nothing is written to what is refused
+                self._lock.release()
+                raise
         self.begun = True
         self._head = {"controller": "anytime", "envs": 1, "steps": 0, "device": str(device), **head}
         if resumed is not None:
-            resume_events(folder, resumed["seq"], resumed["events"], _note)
             (folder / SUMMARY).unlink(missing_ok=True)
             self.hub.seq, self.noted, self._began = resumed["seq"], resumed["noted"], resumed["began"]
             return

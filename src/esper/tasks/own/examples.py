@@ -24,7 +24,7 @@ from esper.leyline.data.task import SENSED, Label, Split, finite, nonfinite, whi
 from esper.leyline.data.workers import read_by_workers
 from esper.leyline.messages import InputError, RunWarning, UserCodeError, amended, counted, kind_of, typed_line, warn
 from esper.tasks.hosts.factories import GRU, Transformer
-from esper.tasks.own.labels import Kind, class_names, concatenate_y, read_target, read_y
+from esper.tasks.own.labels import Kind, check_kind, class_names, concatenate_y, read_target, read_y
 from esper.tasks.splits import Splits, check_examples, cut, dealt, sizes_of
 
 HELD = 2048
@@ -286,6 +286,7 @@ def _of_tokens(given: Given, host: Any, length: int | None) -> Examples:
 
 def _streamed(given: Given) -> Examples:
     """Return splits of Datasets; the train split stays in its Dataset. InputError for what needs all examples at once."""
+    check_kind(given.kind, given.classes)
     if given.sample_weights is not None:
         raise InputError(
             "sample_weights was given, but windows of tokens and a task with stream=True take none; leave sample_weights out"
@@ -427,7 +428,7 @@ def _pair(dataset: Dataset[Any], index: int) -> Example:
             "names of the classes as classes=[...]"
         )
     label = as_tensor(target, f"the label or target of example {index}", torch.get_default_dtype())
-    x = _tensors(features, f"the features of example {index}")
+    x = _tensors(features, f"x of example {index}")
     return map_leaves(Tensor.contiguous, x), label.contiguous()
 
 

@@ -40,7 +40,9 @@ def read_target(values: NDArray[Any], kind: Kind | None, classes: int | Sequence
         return flat.reshape(values.shape), names
     labels = [None if is_missing(entry) else entry for entry in values.tolist()]
     if classes is None:  # the classes are the distinct labels, sorted, as in scikit-learn
-        distinct = sorted({label for label in labels if label is not None})
+        distinct = np.unique(
+            np.array([label for label in labels if label is not None])
+        ).tolist()  # plain, as of an enumeration
         if len(distinct) < 2:
             only = f"the one class {distinct[0]!r}" if distinct else "no label"
             raise InputError(f"y holds {only}; give examples of at least two classes")
@@ -58,12 +60,17 @@ def read_target(values: NDArray[Any], kind: Kind | None, classes: int | Sequence
     return torch.tensor([np.nan if label is None else number[label] for label in labels], dtype=torch.float64), names
 
 
-def _infer_kind(values: NDArray[Any], kind: Kind | None, classes: object) -> Kind:
-    """Return whether y holds class labels or targets: `kind` where it is given. InputError if y is ambiguous."""
+def check_kind(kind: Kind | None, classes: object) -> None:
+    """Raise InputError if a kind of task is unknown, or predicts no classes where classes are given."""
     if kind is not None and kind not in ("classification", "regression"):
         raise InputError(f"kind is {kind!r}; give 'classification', 'regression', or leave it out")
     if kind == "regression" and classes is not None:
         raise InputError(f"kind is 'regression', but classes is {classes!r}; leave one of them out")
+
+
+def _infer_kind(values: NDArray[Any], kind: Kind | None, classes: object) -> Kind:
+    """Return whether y holds class labels or targets: `kind` where it is given. InputError if y is ambiguous."""
+    check_kind(kind, classes)
     if kind is not None:
         return kind
     if classes is not None:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils import _pytree as pytree
 
 from esper.kasmina.blueprints import count
 from esper.kasmina.graft.copies import blocks_of_one_class, insert, silenced, stacks
@@ -474,7 +473,9 @@ def optimizers_of(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> tup
     shapes = {each.shape for each in parameters.values() if each.numel() > 1}
     for own in found:
         check_held(own, parameters.values())
-        if any(isinstance(each, torch.optim.Optimizer) for each in pytree.tree_leaves(vars(own))):
+        values = (list(value.values()) if isinstance(value, Mapping) else value for value in vars(own).values())
+        parts = (part for value in values for part in (value if isinstance(value, list | tuple) else [value]))
+        if any(isinstance(part, torch.optim.Optimizer) for part in parts):
             raise InputError(
                 f"the {type(own).__name__} holds optimizers of its own, which would not follow; give these as a list"
             )
