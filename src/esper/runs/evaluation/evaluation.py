@@ -202,8 +202,6 @@ class Design:
         for name, count in (("instances", self.instances), ("seeds", self.runs)):
             if count < 1:
                 raise InputError(f"{name} is {count}; an evaluation needs 1 or more")
-        if self.task.test is None:
-            raise InputError(f"task {self.task.name!r} has no test split, which an evaluation reads; give it one")
         if build_config(self.task.defaults, *self.settings).widen.at:
             raise InputError("widen.at is set, but networks become wider in `esper grow` alone; leave widen out")
         for name in ASKED:
@@ -218,6 +216,8 @@ class Design:
 
     def check(self, contender: Contender) -> None:
         """Raise InputError if a contender cannot decide on the task, by one decision in one environment."""
+        if self.task.test is None:
+            raise InputError(f"task {self.task.name!r} has no test split, which an evaluation reads; give it one")
         instance_keys(self.task, self.config(contender, self.seeds[-1]))
         config = self.config(contender, self.seeds[0], envs=1)
         client = contender.make(config)
