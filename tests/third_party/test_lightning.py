@@ -272,7 +272,7 @@ class ByHand(Classifier):
     [
         ({"module": ByHand, "arguments": {"gradient_clip_val": None}}, "optimizes by hand"),
         ({"budgets": 1}, "no argument 'budgets'; did you mean 'budget'"),
-        ({"plan": "anytime"}, "no argument 'plan'; LightningAnytimeGrowth and HuggingFaceAnytimeGrowth widen"),
+        ({"plan": "anytime"}, "no argument 'plan'; to widen the network as a whole, take LightningAnytimeGrowth"),
         ({"optimizer": None}, "no argument 'optimizer'; the trainer gives it"),
         ({"callbacks": [lightning.pytorch.callbacks.EMAWeightAveraging()]}, "EMAWeightAveraging averages a copy"),
         ({"callbacks": [lightning.pytorch.callbacks.StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging aver"),
