@@ -35,7 +35,7 @@ SETTINGS: dict[str, Any] = {
 }
 """Chosen on `heal`, but for lambda and for two decisions a step, as `repair` holds two seeds; none was tried on `repair`."""
 PARTIAL: dict[str, Any] = {**SETTINGS, "ppo": {**SETTINGS["ppo"], "partial_menus": 0.75}}
-"""With a part of the menu, drawn anew in each episode, in three groups of environments out of four."""
+"""With a part of the menu, drawn anew in each episode, in three environments out of four."""
 FIRST = 8192
 """First held-out instance of the evaluation, of a range that no other study uses."""
 OPPONENTS = ("heuristic", "never")
@@ -47,7 +47,7 @@ def main() -> None:
     """Train, evaluate and print the tables."""
     more = (
         ("--full-menu", False, "choose from the 13 blueprints of `repair-full`, and not from the 3 of `repair`"),
-        ("--partial-menus", False, "three groups of environments out of four have a part of the menu, drawn anew"),
+        ("--partial-menus", False, "three environments out of four have a part of the menu, drawn anew"),
     )
     arguments = read_arguments(__doc__, 1, 400, 200, more)
     settings = PARTIAL if arguments.partial_menus else SETTINGS

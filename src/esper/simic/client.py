@@ -43,8 +43,8 @@ class SimicClient(Learned):
     def masks(self, view: View) -> Masks:
         """Return the valid decisions. Where an episode has a part of the menu (`ppo.partial_menus`), the rest is forbidden.
 
-        A group of environments, whose advantages are compared, has one part: from one blueprint to all but one, small parts as
-        often as large ones (log-uniform). A policy that always has the whole menu does not learn what to plant without its best.
+        A part has from one blueprint to all but one, small parts as often as large ones (log-uniform), and is the same in a group
+        whose advantages are compared. A policy that always has the whole menu does not learn what to plant without its best.
         """
         share, space = self.learner.config.partial_menus, view.space
         if share and len(space.blueprints) > 1:

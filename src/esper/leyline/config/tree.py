@@ -420,7 +420,7 @@ class PPOConfig(Section):
     undo_bias: float = -4.0
     """bias of the logits of PRUNE and SET_ALPHA in an untrained policy; below 0, it rarely undoes what it planted"""
     partial_menus: float = Field(0.0, ge=0, le=1)
-    """share of the groups of environments that have a part of the menu in an episode, drawn anew in each; 0 gives all the menu"""
+    """share of the environments that may plant only a part of the menu in an episode, drawn anew in each; 0 gives all of it"""
     imitation_rounds: int = Field(0, ge=0)
     """rounds before the first in which the policy learns to imitate the teacher [rounds]"""
     imitation_passes: int | None = Field(None, ge=1)
