@@ -87,6 +87,14 @@ def test_each_growth_waits_for_targets_in_proportion_to_the_widths_so_far():
     assert growth.why == "82 parameters would exceed most_parameters=50"
 
 
+def test_a_step_takes_the_batch_too_as_that_of_a_growth_with_seeds_and_counts_its_targets():
+    *_, growth = made()
+    batch = texts(0)
+    growth.step(batch[:2, :-1], batch[:2, 1:])
+    growth.step(batch[:, 1:])
+    assert growth.seen == 16 + 32
+
+
 @pytest.mark.parametrize("beginning", [0, 10, 30])
 def test_rates_are_scaled_within_a_step_alone_and_not_by_growths_with_which_the_training_begins(beginning, monkeypatch):
     monkeypatch.setattr(anytime, "BEGINNING", beginning)
@@ -646,6 +654,11 @@ def test_what_cannot_be_is_refused_in_a_sentence():
     for given in (0, "32", None, True):
         with pytest.raises(InputError, match="targets is "):
             growth.step(given)
+    for batch in ((), (TOKENS, TOKENS, 32)):
+        with pytest.raises(
+            InputError, match=rf"^growth\.step was given {len(batch)} arguments; give the targets of the step"
+        ):
+            growth.step(*batch)
     for sizes, sentence in (((0, 4), "least is 0; give a whole number from 1 on"), ((8, 4), "most is 4; .* from 8 on")):
         with pytest.raises(InputError, match=sentence):
             growth.batch_size(*sizes)

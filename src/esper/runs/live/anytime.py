@@ -375,13 +375,19 @@ class AnytimeGrowth:
         check_integer(most, "most", least)
         return min(least << (self.steps // DOUBLED), most)
 
-    def step(self, targets: Tensor | int) -> bool:
+    def step(self, *batch: Any) -> bool:
         """Take note of a step of the optimizer; returns whether the network became wider.
 
-        targets: those of the step, or their number, which leaves out what the loss leaves out, as padding. Call this behind
-        `optimizer.zero_grad()`: the parameters of a network that becomes wider are new objects. With shared=True every process
-        calls it, with its own targets.
+        batch: the targets of the step, or their number, which leaves out what the loss leaves out, as padding; or the input and
+        the targets, as for `Growth.step`. Call this behind `optimizer.zero_grad()`: the parameters of a network that becomes
+        wider are new objects. With shared=True every process calls it, with its own targets.
         """
+        if len(batch) not in (1, 2):
+            raise InputError(
+                f"growth.step was given {counted(len(batch), 'argument')}; give the targets of the step, or their number, or "
+                "the input and the targets"
+            )
+        targets = batch[-1]
         number = targets.numel() if isinstance(targets, Tensor) else targets
         if not is_number(number, int) or number < 1:
             raise InputError(f"targets is {targets!r}; give the targets of the step as a tensor, or their number")
