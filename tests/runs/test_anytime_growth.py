@@ -671,6 +671,10 @@ def test_what_cannot_be_is_refused_in_a_sentence():
     for state, sentence in (
         ([], r"the saved state is a list; give the state as growth\.state_dict"),
         ({"format": 0}, "has format 0, where .* format 13; go on"),
+        (
+            {"format": 8, "made_with": {}},
+            r"is that of esper\.Growth, which esper\.AnytimeGrowth cannot read; give it to",
+        ),
     ):
         with pytest.raises(InputError, match=sentence):
             growth.load_state_dict(state)

@@ -291,6 +291,10 @@ def test_a_state_without_an_entry_or_with_another_one_is_refused_and_the_growth_
         (lambda state: [], "the saved state is a list; give the state as growth.state_dict"),
         (lambda state: {}, "the saved state is empty"),
         (lambda state: {**state, "format": 2}, "has format 2, where esper.Growth of this Esper reads format 8"),
+        (
+            lambda state: {"format": 13, "settings": {}, "progress": {}},
+            "the saved state is that of esper.AnytimeGrowth, which esper.Growth cannot read; give it to esper.AnytimeGrowth",
+        ),
         (lambda state: {**state, "calls": 3}, "the saved state is damaged: .* by its checksum; give the state as"),
         (lambda state: {**state, "engine": None}, "the saved state is damaged"),
         (

@@ -510,6 +510,17 @@ def test_a_widening_resumed_by_the_trainer_at_any_size_is_the_one_that_was_never
     assert not trainer.model._forward_pre_hooks
 
 
+def test_a_checkpoint_of_the_other_callback_is_refused_in_one_sentence(tmp_path):
+    for write, read, sentence in (
+        (widening, training, r"that of esper\.AnytimeGrowth, which esper\.Growth cannot read"),
+        (training, widening, r"that of esper\.Growth, which esper\.AnytimeGrowth cannot read"),
+    ):
+        folder = tmp_path / write.__name__
+        write(folder, arguments={"max_steps": 1})[0].train()
+        with pytest.raises(InputError, match=sentence):
+            read(folder)[0].train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+
+
 def test_what_cannot_become_wider_under_the_trainer_is_refused_in_one_sentence(tmp_path):
     with pytest.raises(InputError, match="no argument 'factors'; did you mean 'factor'"):
         widening(tmp_path, factors=2)

@@ -97,7 +97,7 @@ class HuggingFaceGrowth(GrowthCallback, TrainerCallback):
         if state.global_step:
             folder, own_state = _resumed_folder(self._checkpoint, args, state), model.state_dict()
             saved = _read(folder)
-            check_whole(saved)
+            check_whole(saved.get("growth", saved))  # that of HuggingFaceAnytimeGrowth, which is refused
             if not all(
                 name not in own_state or torch.equal(own_state[name].cpu(), value.cpu())
                 for name, value in saved["tensors"].items()
@@ -212,7 +212,7 @@ class HuggingFaceAnytimeGrowth(GrowthCallback, TrainerCallback):
         if state.global_step:
             folder = _resumed_folder(self._checkpoint, args, state)
             saved = _read(folder)
-            self.growth.load_state_dict(saved["growth"])
+            self.growth.load_state_dict(saved.get("growth", saved))  # that of HuggingFaceGrowth, which is refused
             if weights:
                 model.load_state_dict(weights, strict=False)  # a tied weight is in the file once
             if _sum(model) != saved["sum"]:

@@ -184,6 +184,9 @@ def check_format(state: Any, number: int, growth: str) -> None:
         raise InputError(
             "the saved state is empty; load that of the first process in all of them, as fully_shard gives the others none"
         )
+    for name, entry in {"esper.Growth": "made_with", "esper.AnytimeGrowth": "progress"}.items():
+        if entry in state and name != growth:
+            raise InputError(f"the saved state is that of {name}, which {growth} cannot read; give it to {name}")
     if "format" not in state:
         raise InputError(f"the saved state is none of {growth}; {_MEND}")
     if state["format"] != number:
