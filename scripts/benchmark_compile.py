@@ -78,7 +78,7 @@ def training_passes(engine: VectorizedEngine) -> tuple[Way, Way, float]:
 
     def run(mode: str) -> torch.Tensor:
         passes.mode = mode
-        return passes.backward(route, batch)
+        return passes.forward_backward(route, batch)
 
     begin = processor_seconds()
     run("on")

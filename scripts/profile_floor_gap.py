@@ -34,7 +34,7 @@ SPENT: dict[str, float] = defaultdict(float)
 TIMED = (
     (torch.Tensor, "backward", "backward"),
     (PassTape, "backward", "backward"),
-    (Passes, "backward", "pass"),
+    (Passes, "forward_backward", "pass"),
     (SharedBatchIterator, "advance", "batches"),
     (SharedBatchIterator, "of", "batches"),
     (Updates, "step", "updates"),

@@ -145,7 +145,7 @@ def stored_bytes(**config):
 
     with pytest.MonkeyPatch.context() as patch, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         patch.setattr(PassLoss, "backward", play_back)
-        population.passes.backward(route, PassBatch(*population.feed.of(route.part)))
+        population.passes.forward_backward(route, PassBatch(*population.feed.of(route.part)))
     return most - (parameters.untyped_storage().nbytes() if parameters.untyped_storage().data_ptr() in seen else 0)
 
 

@@ -52,7 +52,7 @@ def added(engine, route, batch, mode, times=2):
     for stack in stacks:
         stack.columns["gradient"].zero_()
     passes.mode = mode
-    losses = [passes.backward(route, batch) for _ in range(times)]
+    losses = [passes.forward_backward(route, batch) for _ in range(times)]
     return [losses[-1], *(stack.columns["gradient"].clone() for stack in stacks)]
 
 
@@ -106,7 +106,7 @@ def test_what_is_compiled_again_after_many_other_plans_is_counted(monkeypatch):
     bare = body.route(0 * doses(seeds), seeds, part=route.part, train=True)
     passes.mode = "on"
     for each in (route, bare, route):
-        passes.backward(each, batch)
+        passes.forward_backward(each, batch)
     assert (passes.counts.plans, passes.recompiled) == (3, 1)
 
 

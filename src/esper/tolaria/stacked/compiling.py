@@ -364,21 +364,21 @@ class Passes:
         """Passes that were compiled more than once."""
         return self.counts.plans - len(self._made)
 
-    def backward(self, route: Route, batch: PassBatch, remaining: int = 0) -> Tensor:
+    def forward_backward(self, route: Route, batch: PassBatch, remaining: int = 0) -> Tensor:
         """Compute the losses (n,) of a part of the rows on a batch, and add their gradients to those of the rows.
 
         `remaining` batches come after this one.
         """
         mean: Tensor | None = None
         for share, piece in microbatches(self._microbatch, self.body.dtype, batch):
-            own = self._backward(route, piece, remaining * math.ceil(1 / share))
+            own = self._forward_backward(route, piece, remaining * math.ceil(1 / share))
             if share < 1:
                 own = share * own
             mean = own if mean is None else mean + own
         assert mean is not None, "a batch has examples"
         return mean
 
-    def _backward(self, route: Route, batch: PassBatch, remaining: int) -> Tensor:
+    def _forward_backward(self, route: Route, batch: PassBatch, remaining: int) -> Tensor:
         if self.mode == "off":
             return self._eager(route, batch)
         inputs = self.inputs(route, batch)

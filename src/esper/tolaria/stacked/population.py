@@ -297,7 +297,7 @@ class StackedPopulation:
                         factors = None if self.scaler is None else self.scaler.scale[part]
                         own = None if keys is None else keys[part]
                         batch = PassBatch(*feed.of(part), feed.weights_of(part), factors, own)
-                        total += self.passes.backward(route, batch, last - feed.batch)
+                        total += self.passes.forward_backward(route, batch, last - feed.batch)
                 steps.update()
         self._trained = steps.figures(loss / config.data.batches_per_step)
 
