@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from esper.commands import options
-from esper.commands.viewing import Watched, beside
+from esper.commands.viewing import Watched, open_window
 from esper.leyline.messages import InputError
 
 
@@ -79,7 +79,7 @@ def grow(
     named = config.controller if is_own_controller(config.controller) else Path(config.controller).stem
     folder = run or Path("runs") / f"{file_name(task)}-{file_name(named)}-s{config.seed}"
     # no bar while the window has the terminal
-    with beside(folder, watch), run_progress(not watch, config.steps, chosen.objective.metric) as progress:
+    with open_window(folder, watch), run_progress(not watch, config.steps, chosen.objective.metric) as progress:
         opening = Opening(overwrite=overwrite)
         summary = run_population(chosen, config, found.make(config), folder, progress, opening, asked=asked)
     options.finish(summary, folder, json_)
@@ -157,7 +157,7 @@ def train(
     given |= {"twin": twin, "ppo": None if rounds is None else {"rounds": rounds}}
     configs = training_configs(chosen, preset, *options.read_layers("train", from_file, settings, given))
     folder = run or Path("runs") / f"train-{'+'.join(map(file_name, names))}-s{configs[0].seed}"
-    with beside(folder, watch), run_progress(not watch) as progress:
+    with open_window(folder, watch), run_progress(not watch) as progress:
         opening = Opening(overwrite=overwrite)
         summary = train_controller(chosen, configs, folder, progress, opening, reward=paid, asked=asked)
     options.finish(summary, folder, json_)

@@ -97,7 +97,7 @@ def watch(
 
 
 @contextmanager
-def beside(folder: Path, wanted: bool) -> Iterator[None]:
+def open_window(folder: Path, wanted: bool) -> Iterator[None]:
     """Open the window on a run folder in a process of its own while the block runs, and wait for it to be closed at the end."""
     if not wanted:
         yield

@@ -128,9 +128,9 @@ def grow(
                     interrupt.answered()
                     taken = counted(episode.steps, "step")
                     after = "; another Ctrl-C ends the run at once, without a summary"
-                    if beside := [name for name in config.baselines if name != "twin"]:
+                    if others := [name for name in config.baselines if name != "twin"]:
                         ending = further.enter_context(Interrupt(hangup=False))
-                        after = f", then the static networks ({', '.join(beside)}) train for {taken} too; another Ctrl-C leaves "
+                        after = f", then the static networks ({', '.join(others)}) train for {taken} too; another Ctrl-C leaves "
                         after += "those out"
                     watch.answer(
                         f"interrupted after {episode.steps:,} of {counted(config.steps, 'step')}: the networks are evaluated and "

@@ -399,14 +399,14 @@ def _followed(
     if stages and [stages[each] for each in sorted(stages)] == value:
         return [own + blocks * (stage == int(number)) for own, stage in zip(value, sorted(stages), strict=True)]
     container: Any = network.get_submodule(path)
-    beside = {
+    as_long = {
         other: list(listed)
         for other, listed in vars(holder).items()
         if isinstance(listed, list | tuple) and len(listed) == len(value) and not _DEPTHS.search(other)
     }
-    if len(value) == len(container) - blocks and (wide := next(filter(_WIDTHS.search, beside), None)):
+    if len(value) == len(container) - blocks and (wide := next(filter(_WIDTHS.search, as_long), None)):
         raise InputError(
-            f"{path!r} has {counted(len(value), 'stage')}, for which {name} is {value} and {wide} is {beside[wide]}, so that a "
+            f"{path!r} has {counted(len(value), 'stage')}, for which {name} is {value} and {wide} is {as_long[wide]}, so that a "
             "network that is built from these would not have another one; give at= the blocks of one stage"
         )
     if len(value) != count:
@@ -559,8 +559,8 @@ def _candidates(alone: CopySeed, example: Any, last: Sequence[str]) -> Iterator[
             norm = isinstance(part, nn.modules.batchnorm._BatchNorm)
             if not (norm or is_layer(part)) or (isinstance(part, CONVOLUTIONS) and part.groups > 1):
                 raise InputError(f"{path!r} is {with_article(type(part).__name__)}, to which no units are added")
-        if beside := [name for name, _ in alone.block.named_parameters() if name not in axes and name not in last]:
-            raise InputError(f"{beside[0]} belongs to none of its units")
+        if other := [name for name, _ in alone.block.named_parameters() if name not in axes and name not in last]:
+            raise InputError(f"{other[0]} belongs to none of its units")
         of = math.gcd(
             *(tensors[name].shape[each.axis] // each.block for name, own_axes in axes.items() for each in own_axes)
         )

@@ -118,8 +118,8 @@ class Candidates:
                 if blocks:
                     outer = [path for path in self._layers if not any(_within(path, block) for block in blocks)]
                     behind = [path for path in outer if self._behind_narrow(path)]
-                    beside = {path: f"a {self._kind(path)} outside of the blocks" for path in behind}
-                    yield blocks | self._inner_layers(blocks) | beside
+                    outside = {path: f"a {self._kind(path)} outside of the blocks" for path in behind}
+                    yield blocks | self._inner_layers(blocks) | outside
         yield {path: f"a {self._kind(path)} outside of any repeated block" for path in self._layers}
 
     def _blocks(self, layers: int, same_shape: bool) -> dict[str, str]:
@@ -205,7 +205,7 @@ class Candidates:
             del chosen[path]
         for path in self._modules:
             if path not in chosen and path not in left_out:
-                left_out[path] = self._beside(path, choice)
+                left_out[path] = self._why_not_chosen(path, choice)
         lists = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
         return {path: chosen[path] for path in self._calls if path in chosen}, {
             path: left_out[path]
@@ -236,7 +236,7 @@ class Candidates:
         stream = self.stream(path)
         return stream if isinstance(stream, str) else None
 
-    def _beside(self, path: str, choice: Collection[str]) -> str:
+    def _why_not_chosen(self, path: str, choice: Collection[str]) -> str:
         """Return why a submodule that could be a site was not chosen."""
         if any(other != path and _within(path, other) for other in choice):
             return "a layer of a block that keeps the width" if path in self._layers else "a part of a block"
@@ -474,9 +474,9 @@ class Candidates:
             return f"{'returns' if left is None else 'reads'} no floating-point tensor"
         axis, batch = self._features(path, len(left)), 0
         around = path.rpartition(".")[0] if path in self._layers else path
-        beside = (other for other in self._calls if not around or _within(other, around))
+        neighbours = (other for other in self._calls if not around or _within(other, around))
         # where the submodule, or a neighbour of a layer, reads (L, B, C)
-        if len(left) == 3 and any(getattr(self._modules[each], "batch_first", True) is False for each in beside):
+        if len(left) == 3 and any(getattr(self._modules[each], "batch_first", True) is False for each in neighbours):
             if left[1] != self._examples or entered[1:2] != left[1:2]:
                 return (
                     "its axes are (L, B, C), because batch_first is False, but its second axis is not the batch, which has "

@@ -139,7 +139,7 @@ class Healed:
         elif others.get("grown"):
             del others["grown"]  # it is the network as it was
         others.pop(self.best, None)
-        said = [self._beside(self.best, name, words) for name, words in others.items()]
+        said = [self._compared(self.best, name, words) for name, words in others.items()]
         sentences = [f"best on the probe, within the budget: {self.best}."]
         if said:
             listed = f"{', '.join(said[:-1])}, and {said[-1]}" if len(said) > 1 else said[0]
@@ -148,10 +148,10 @@ class Healed:
             sentences.append("No seed was kept, so growth left the network as it was.")
         if beyond := [row for row in self.table if row.network not in self.ranked and np.isfinite(row.loss)]:
             least = min(beyond, key=lambda row: row.loss).network
-            sentences.append(f"Beyond the budget, that of {least} is {self._beside(least, self.best, 'it')}.")
+            sentences.append(f"Beyond the budget, that of {least} is {self._compared(least, self.best, 'it')}.")
         return " ".join(sentences)
 
-    def _beside(self, name: str, other: str, words: str) -> str:
+    def _compared(self, name: str, other: str, words: str) -> str:
         """Say how the held-out loss of a network compares with that of another one, which `words` name."""
         difference = self.losses[other] - self.losses[name]
         mean, half = float(difference.mean()), half_width(difference)

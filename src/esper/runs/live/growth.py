@@ -858,24 +858,24 @@ class Growth:
         population = self.population
         at = {site.name: site.after for site in population.sites if planted_at(self.model, site.name) is not None}
         blocks = [name for name in at if (seed := planted_at(self.model, name)) is not None and seed.copies == "behind"]
-        beside: dict[str, str] = {}
+        reasons: dict[str, str] = {}
         for name in [each for each in at if each not in blocks]:
             if (why_not := population.fold(name)) is None:
                 self.folded.append(name)
                 population.free(name)
             else:
-                beside[name] = why_not
+                reasons[name] = why_not
         for name in sorted(blocks, key=lambda name: stack_of(at[name]), reverse=True):  # a block moves those behind it
             if (why_not := self._add_block(name)) is None:
                 self.folded.append(name)
             else:
-                beside[name] = why_not
+                reasons[name] = why_not
         for site in population.sites:
             seed = planted_at(self.model, site.name)
             if seed is not None and seed.recipe is not None:
                 # by its place in the finished network
                 known = site.after if site.name == at[site.name] else site.name
-                self.beside[known], self.why_beside[known] = seed.recipe.blueprint, beside[site.name]
+                self.beside[known], self.why_beside[known] = seed.recipe.blueprint, reasons[site.name]
 
     def _add_block(self, name: str) -> str | None:
         """Make a kept seed a member of its stack; returns why not, or None.

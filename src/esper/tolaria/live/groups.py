@@ -91,16 +91,16 @@ class Groups:
         self,
         name: str,
         parameters: Sequence[Named],
-        beside: Sequence[Named],
+        nearest: Sequence[Named],
         copied: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
-        """Give a seed its groups, as those of the first parameters `beside` of the same sort that the optimizer holds.
+        """Give a seed groups like those of the first `nearest` parameters of the same sort that the optimizer holds.
 
         copied: by name, those that parameters are copies of, whose groups they are like if the optimizer holds them. Where there
-        are none of a sort, the group is that of the first parameter `beside`, or else the first group.
+        are none of a sort, the group is that of the nearest parameter, or else the first group.
         """
         place = {id(p): index for index, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
-        held = [(path, parameter) for path, parameter in beside if id(parameter) in place]
+        held = [(path, parameter) for path, parameter in nearest if id(parameter) in place]
         by_group: dict[int, list[tuple[int, nn.Parameter]]] = {}
         for number, (path, parameter) in enumerate(parameters):
             like = (copied or {}).get(path)

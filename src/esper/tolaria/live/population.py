@@ -369,7 +369,7 @@ class LivePopulation:
         named = [(path, parameter) for path, parameter in planted.named_parameters() if id(parameter) in trained]
         block = own_parameters(self.network.get_submodule(site.after)) if entry.copies else {}
         like = {f"{IN_BLOCK}{name}": parameter for name, parameter in block.items()}
-        self.groups.add(site.name, named, self._beside(site.after), like)
+        self.groups.add(site.name, named, self._nearest(site.after), like)
         self.edited()
 
     def made(
@@ -574,8 +574,8 @@ class LivePopulation:
         The site is free then, and its streams and prices are those of the wider layers. Not for networks of several processes.
         """
         site, planted = self.sites[slot], self.at(self.sites[slot].name)
-        beside = planted is not None and planted.copies == "beside"
-        if (site.around == site.after and not beside) or not self._alone:
+        is_copy = planted is not None and planted.copies == "beside"
+        if (site.around == site.after and not is_copy) or not self._alone:
             return False
         before, seed = count(self.network), count(self.network.get_submodule(site.after).get_submodule(CHILD))
         if self.fold(site.name) is not None:
@@ -708,7 +708,7 @@ class LivePopulation:
                 if seat.mode != Mode.ON or seat.drops(parameter):
                     parameter.grad = None
 
-    def _beside(self, path: str) -> list[Named]:
+    def _nearest(self, path: str) -> list[Named]:
         """Return the parameters of the host, from those of a submodule outwards through the modules around it.
 
         Embedding tables come last: a seed multiplies by its matrices as a Linear does, and recipes that decay matrices often

@@ -352,8 +352,8 @@ class StackedPopulation:
             assert self.data.fresh is not None, "fresh examples are set aside for `gates.certify`"
             looked = compared(body, seeds, asked.look, self.data.fresh, objective, self.config.gates)
         finite = self.feed.finite() if asked.finite else None
-        beside = {"sensors": sensors, "finite": finite, "validation": validation, "compared": looked}
-        found = read_packet({**probed, **beside, "trained": self._trained if asked.trained else None})
+        further = {"sensors": sensors, "finite": finite, "validation": validation, "compared": looked}
+        found = read_packet({**probed, **further, "trained": self._trained if asked.trained else None})
         if found["finite"] is not None:
             found["finite"] = found["finite"] > 0
         if (trained := found["trained"]) is not None and trained.skipped is not None:
