@@ -209,13 +209,13 @@ def test_the_network_beside_a_seed_on_trial_is_bit_for_bit_the_one_that_was_neve
     plain = host()
     others = torch.optim.AdamW(plain.parameters(), 0.01)
     train(model, optimizer, growth, None, EVERY)
-    twin = growth.population.twins["2"]
+    seedless = growth.population.seedless["2"]
     for step in range(EVERY):
         x, y = data(slice(step * 60 % 600, step * 60 % 600 + 60))
         F.cross_entropy(plain(x), y).backward()
         others.step()
         others.zero_grad()
-    assert all(torch.equal(parameter, twin.tensors[name]) for name, parameter in plain.named_parameters())
+    assert all(torch.equal(parameter, seedless.tensors[name]) for name, parameter in plain.named_parameters())
     x, y = data(slice(600, 900))
     difference = (F.cross_entropy(plain(x), y) - F.cross_entropy(model(x), y)).item()
     contribution = growth.engine.state.measurements.contribution_loss
@@ -241,7 +241,7 @@ def test_without_batches_a_seed_is_judged_by_what_the_network_loses_without_it()
         optimizer.step()
         optimizer.zero_grad()
         growth.step()
-    assert growth.population.twins == {"2": None}
+    assert growth.population.seedless == {"2": None}
     assert growth.engine.state.measurements.contribution.measured.all()
 
 
@@ -254,7 +254,7 @@ def test_the_random_numbers_of_the_loop_are_those_without_a_network_beside():
             optimizer = torch.optim.AdamW(model.parameters(), 0.01)
             growth = grow(model, optimizer, DIRECT | {"gates": {"twins": twins}})
             train(model, optimizer, growth, None, EVERY)
-            assert any(growth.population.twins.values()) == twins
+            assert any(growth.population.seedless.values()) == twins
             return torch.rand(3), model.state_dict()
 
     assert equal(drawn(True), drawn(False))

@@ -74,7 +74,7 @@ class Figures(NamedTuple):
     validation: tuple[Floats, Floats] | None = None  # (R,) metric and loss of the networks as exported, if asked for
     compared: Floats | None = None  # the figures of `compared` of the seeds that were looked at, if asked for
     trained: TrainedFigures | None = None
-    twin_rise: Floats | None = None  # (R, S, 2) as `loss_rise`, of a network trained without the seed; nan without one
+    seedless_rise: Floats | None = None  # (R, S, 2) `loss_rise` of a network trained without the seed; nan without one
 
 
 class Keeper(Protocol):

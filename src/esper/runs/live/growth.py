@@ -127,9 +127,9 @@ class Growth:
             arguments of that class: `esper.Growth(model, optimizer, plan="anytime", example=x)`
         controller: name of a controller, path of a schedule, folder of a trained one, or an object with `act`, `store`, `update`.
         budget: most parameters of all seeds / parameters of the model.
-        budget_passes: most forward and backward passes of incubation, probe and twins / all passes of the run (`passes`). The run
-            is `steps` long, and without them as long as it is so far, or 50 decisions. Passes are counted and not timed, so that
-            a run can be repeated to the bit. None for no limit; where nothing trains but seeds, there is none either.
+        budget_passes: most forward and backward passes of incubation, probe and copies without a seed / all passes of the run
+            (`passes`). The run is `steps` long, and without them as long as it is so far, or 50 decisions. Passes are counted and
+            not timed, so that a run can be repeated to the bit. None for no limit; where only seeds train, there is none either.
         budget_seconds: most seconds of growing / all seconds of the run, as `seconds` has them, beside `budget_passes`. Two runs
             with such a limit are equal only as long as it is not reached. None for no limit.
         probe: a list of (input, target) pairs that are not trained on, or a function that returns one, always the same. An
@@ -643,10 +643,10 @@ class Growth:
         """Passes of examples through the network since this object was made: of the `loop`, and what `growth` took beside it.
 
         A step of the loop is three passes of its batch: forward, backward to the activations, and backward to the weights. A seed
-        that incubates by step(x, y) takes two, as the weights of the host get no gradient, and a twin three. A measurement takes
-        a forward pass of the probe for the network and each twin, one of as many of its batches as decide for each seed, and two
-        where it is measured what is missing. A step without a batch counts as one of as many examples as the first batch of the
-        probe. The first process counts.
+        that incubates by step(x, y) takes two, as the weights of the host get no gradient, and a copy without a seed
+        (`gates.twins`) three. A measurement takes a forward pass of the probe for the network and each such copy, one of as many
+        of its batches as decide for each seed, and two where it is measured what is missing. A step without a batch counts as one
+        of as many examples as the first batch of the probe. The first process counts.
         """
         return {"loop": self._loop_passes, "growth": self.population.passes}
 

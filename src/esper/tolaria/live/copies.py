@@ -1,4 +1,4 @@
-"""Hold copies of a network that a loop trains: its moving averages, and twins that train without one of its seeds."""
+"""Hold copies of a network that a loop trains: moving averages, and networks that train without one of its seeds."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -89,8 +89,8 @@ class Average:
                     yield f"{path}.{name}" if path else name, part, name, value
 
 
-class Twin:
-    """Copies the parameters and buffers that a network has beside one seed, and takes the steps of the loop on the copies.
+class SeedlessCopy:
+    """Copies the parameters and buffers of a network but those of one seed, and takes the steps of the loop on the copies.
 
     Calling it runs the network on the copies, without that seed. Removing a seed from a network that was trained with it
     overstates the worth of the seed, because the rest has come to rely on it.
@@ -121,7 +121,7 @@ class Twin:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the network on the copies, without the seed."""
         planted = planted_at(self.network, self.site)
-        assert planted is not None, "a twin lives as long as its seed is on trial"
+        assert planted is not None, "the copy is trained only while its seed is on trial"
         mode, planted.mode = planted.mode, Mode.OFF
         try:
             return functional_call(self.network, self.tensors, args, kwargs)
@@ -133,7 +133,7 @@ class Twin:
         for mine, theirs in self._groups:  # a scheduler may have changed the rates
             mine.update({key: value for key, value in theirs.items() if key not in ("params", "param_names")})
         trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        if not trained:  # beside the seed everything is frozen
+        if not trained:  # all but the seed is frozen
             return
         devices = sorted({parameter.device.index for parameter in trained if parameter.is_cuda})
         with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"), torch.enable_grad():

@@ -46,7 +46,7 @@ from esper.leyline.data.keys import Purpose, scalar
 from esper.leyline.lifecycle.slots import Site, Stream
 from esper.leyline.lifecycle.view import MISSING, Bools, Seeds, choose
 from esper.leyline.lifecycle.vocabulary import ADDED, LIVE, Blend, Stage
-from esper.tolaria.live.copies import Average, Twin
+from esper.tolaria.live.copies import Average, SeedlessCopy
 from esper.tolaria.live.groups import Groups, Named, placed_moments
 from esper.tolaria.live.incubation import Incubation
 from esper.tolaria.live.missing import missing, read_sites
@@ -138,7 +138,7 @@ class LivePopulation:
         self.incubation = Incubation(network, groups, probe, config.lifecycle.proximal, ranks)
         self.ranks = ranks
         # By site of each seed on trial; None where the loop gives no batches, or layers became wider since.
-        self.twins: dict[str, Twin | None] = {}
+        self.seedless: dict[str, SeedlessCopy | None] = {}
         self.passes = 0  # passes of examples that growing took, in this process: see `Growth.passes`
         self.resting = False  # whether seeds that incubate do not learn at present
         self._episode = 0
@@ -194,13 +194,13 @@ class LivePopulation:
         if batch is not None:  # the weights of the host get no gradient in the pass of a seed that incubates
             each = examples_in(batch[1], batch[0])
             self.passes += each * (
-                2 * len(self.incubation.names) + 3 * sum(twin is not None for twin in self.twins.values())
+                2 * len(self.incubation.names) + 3 * sum(each is not None for each in self.seedless.values())
             )
-        for site, twin in self.twins.items():
+        for site, seedless in self.seedless.items():
             if batch is None:
-                self.twins[site] = None
-            elif twin is not None:
-                twin.train(batch, self.probe_batches)
+                self.seedless[site] = None
+            elif seedless is not None:
+                seedless.train(batch, self.probe_batches)
 
     def probe(self, seeds: Seeds, asked: ProbeRequest) -> Figures:
         trained = self.incubation.norms() if asked.trained else None
@@ -264,19 +264,19 @@ class LivePopulation:
         return _KeptNetwork(self, seeds)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return what the incubation has gathered, and the twins."""
-        twins = {name: None if twin is None else twin.state() for name, twin in self.twins.items()}
-        return {"live": {"incubation": self.incubation.state(), "twins": twins}}
+        """Return what the incubation has gathered, and the copies that train without a seed."""
+        copies = {name: None if own is None else own.state() for name, own in self.seedless.items()}
+        return {"live": {"incubation": self.incubation.state(), "twins": copies}}
 
     def load(self, tree: Mapping[str, Any], instance: Indices, episode: int) -> None:
         """Go on from what `snapshot` gave, once `rebuild` has planted the seeds."""
         self._episode = episode
         self.incubation.load_state(tree["live"]["incubation"])
-        self.twins = {}
+        self.seedless = {}
         for name, state in tree["live"]["twins"].items():
-            twin = self.twins[name] = None if state is None else Twin(self.network, self.groups, name)
-            if twin is not None:
-                twin.load_state(state)
+            seedless = self.seedless[name] = None if state is None else SeedlessCopy(self.network, self.groups, name)
+            if seedless is not None:
+                seedless.load_state(state)
 
     # Seeds.
 
@@ -508,9 +508,9 @@ class LivePopulation:
     def free(self, name: str) -> None:
         """Remove a seed and all that was remembered of it."""
         self.incubation.forget(name)
-        self.twins.pop(name, None)
-        for twin in filter(None, self.twins.values()):
-            twin.forget(name)
+        self.seedless.pop(name, None)
+        for seedless in filter(None, self.seedless.values()):
+            seedless.forget(name)
         self.groups.remove(name)
         for network in self.networks:
             planted = planted_at(network, name)
@@ -581,7 +581,7 @@ class LivePopulation:
         if self.fold(site.name) is not None:
             return False
         self.free(site.name)
-        self.twins = dict.fromkeys(self.twins)
+        self.seedless = dict.fromkeys(self.seedless)
         self.absorbed_seeds += 1
         self.table.absorbed += count(self.network) - before + seed
         self.resurvey()
@@ -652,7 +652,7 @@ class LivePopulation:
         """Let every seed act as its stage says."""
         self._seeds = seeds
         isolated = self.config.lifecycle.isolation == "isolated"
-        twins = self.config.gates.twins and self._alone and not self.reserved  # of seeds on trial
+        compares = self.config.gates.twins and self._alone and not self.reserved  # seeds on trial
         incubating: list[str] = []
         acting: list[nn.Parameter] = []
         for slot, site in enumerate(self.sites):
@@ -673,9 +673,9 @@ class LivePopulation:
                 each.alpha.fill_(alpha if acts else 0.0)
             planted.learn(not frozen)
             if stage not in LIVE or frozen:
-                self.twins.pop(site.name, None)
-            elif site.name not in self.twins and acts and twins:
-                self.twins[site.name] = Twin(self.network, self.groups, site.name)
+                self.seedless.pop(site.name, None)
+            elif site.name not in self.seedless and acts and compares:
+                self.seedless[site.name] = SeedlessCopy(self.network, self.groups, site.name)
             if learns:
                 incubating.append(site.name)
             elif acts and not frozen:
@@ -821,7 +821,7 @@ def measure_live(
         batches = live.probe_batches.batches()
         own, output_spread = live.probe_batches.see(live.network, batches)
     examples = sum(examples_in(y, x) for x, y in batches)
-    live.passes += examples * (1 + sum(twin is not None for twin in live.twins.values()))
+    live.passes += examples * (1 + sum(each is not None for each in live.seedless.values()))
     means, pairs = [own.mean()], []
     for dose in asked.branches.dose:
         limits = live.limits(seeds, np.flatnonzero(dose != doses(seeds)[0]))
@@ -831,10 +831,10 @@ def measure_live(
         pairs.append(_paired(differences))
     rise = torch.stack(pairs) if pairs else own.new_zeros(0, 2)
     live.act_at(doses(seeds)[0])
-    beside = own.new_full((len(live.sites), 2), torch.nan)
+    seedless_rise = own.new_full((len(live.sites), 2), torch.nan)
     for slot, site in enumerate(live.sites):
-        if (twin := live.twins.get(site.name)) is not None:
-            beside[slot] = _paired(live.probe_batches.see(twin, batches)[0] - own)
+        if (seedless := live.seedless.get(site.name)) is not None:
+            seedless_rise[slot] = _paired(live.probe_batches.see(seedless, batches)[0] - own)
     loss: Any = torch.stack(means)
     ratios = [  # nan where nothing flowed
         participation_ratio(torch.cat(each, 1))[0].to(own) if each else own.new_full((), torch.nan) for each in heard
@@ -852,7 +852,7 @@ def measure_live(
         "branch_metric": -loss[1:],
         "loss_rise": rise,
         "metric_fall": rise,
-        "twin_rise": beside[None],
+        "seedless_rise": seedless_rise[None],
         "participation": torch.stack(ratios)[None],
         "signs": torch.stack([_paired(own)[1], output_spread.to(own), total(live.network).to(own)])[None],
         "sensors": live.sense() if asked.sensors else None,
