@@ -181,8 +181,8 @@ class Watch(App[None]):
         self._shown[part] = words
         target = self.query_one(part, Static)
         room = target.content_size.width
-        grown = before is None or _long_lines(words, room) != _long_lines(before, room)
-        target.update(Text(words), layout=grown and part == "#words")
+        wraps_anew = before is None or _long_lines(words, room) != _long_lines(before, room)
+        target.update(Text(words), layout=wraps_anew and part == "#words")
 
     def head(self) -> list[str]:
         """Return three lines: what runs, how far it is, and what became of the seeds."""

@@ -283,9 +283,9 @@ def _step(optimizer: torch.optim.Optimizer, module: nn.Module, u: Tensor, pull: 
 
 
 def _after_a_step(module: nn.Module, u: Tensor, pull: Tensor, rate: float) -> Tensor:
-    grown = copy.deepcopy(module)
-    _step(torch.optim.SGD(grown.parameters(), lr=rate), grown, u, pull)
-    return grown(u).detach()
+    moved = copy.deepcopy(module)
+    _step(torch.optim.SGD(moved.parameters(), lr=rate), moved, u, pull)
+    return moved(u).detach()
 
 
 LINEAR = ("affine", "low-rank", "bypass-linear", "bypass-rank-", "bypass-conv-", "full-head", "sparse-", "repeat")

@@ -127,7 +127,7 @@ def _forward_of(original: Callable[..., Any]) -> Callable[..., Any]:
         if point.tape is not None:
             point.tape(given, version, output)
         if point.planted:
-            output = _grown(self, point, (args, kwargs), output, functools.partial(original, self))
+            output = _with_seed(self, point, (args, kwargs), output, functools.partial(original, self))
         if point.anchor is not None and torch.is_grad_enabled():
             output = pytree.tree_map_only(Tensor, functools.partial(_anchored, point.anchor), output)
         return output
@@ -157,7 +157,7 @@ def _forward_of(original: Callable[..., Any]) -> Callable[..., Any]:
     return functools.update_wrapper(forward, original)
 
 
-def _grown(module: nn.Module, point: Point, given: Any, output: Any, original: Callable[..., Any]) -> Any:
+def _with_seed(module: nn.Module, point: Point, given: Any, output: Any, original: Callable[..., Any]) -> Any:
     """Return the output of a submodule, called with arguments, with the change of its seed; `original` is its own forward."""
     planted: Planted | Bank = getattr(module, CHILD)
     own = first_tensor(*given)

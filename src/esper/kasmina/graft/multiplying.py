@@ -336,8 +336,8 @@ class Multiplication:
                 into = None
         self._grow(f"{prefix}weight", into and into._replace(axis=reads), out and out._replace(axis=writes))
         self._grow(f"{prefix}bias", out)
-        grown = [name for name, own in zip(names, (out, into), strict=True) if own and hasattr(part, name)]
-        counts |= {name: getattr(part, name) for name in grown}
+        changed = [name for name, own in zip(names, (out, into), strict=True) if own and hasattr(part, name)]
+        counts |= {name: getattr(part, name) for name in changed}
 
     def _grow_recurrent(self, part: Any, path: str, into: Axis | None, out: Axis | None) -> None:
         if getattr(part, "proj_size", 0):

@@ -138,7 +138,7 @@ def grown_network(
     """
     host = drawn_host(wider_hosts(factory, widenings))
     body.host.read(env, host.to(body.dtype))
-    modules, grafts, grown, unfinished = [], [], [], []
+    modules, grafts, kept, unfinished = [], [], [], []
     for s, slot in enumerate(body.slots):
         stage = Stage(seeds.stage[env, s])
         if stage in IN_BUDGET and stage != Stage.FOSSILIZED:
@@ -154,7 +154,7 @@ def grown_network(
         grafts.append(Graft(slot.after, entry.tap, blend, alpha, slot.kind, entry.name, around))
         place = {"slot": slot.name, "after": slot.after} | ({} if around is None else {"around": around})
         kind = {"blueprint": entry.name, "blend": blend.name.lower(), "alpha": alpha}
-        grown.append({**place, **kind, "reads": reads, "writes": writes})
+        kept.append({**place, **kind, "reads": reads, "writes": writes})
     named = _named(factory)
     original = factory.original if isinstance(factory, RegrownHost) else named  # of the host without any seed
     original = None if widenings else original  # it has other widths
@@ -178,7 +178,7 @@ def grown_network(
         "columns": None if interface.columns is None else list(interface.columns),
         "parameters": count(network),
         "host_parameters": int(body.table.host_params[env]),
-        "seeds": grown,
+        "seeds": kept,
         "unfinished": unfinished,
     }
     if interface.target_scaling is not None:

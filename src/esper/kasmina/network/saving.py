@@ -322,21 +322,21 @@ def count_in_configs(network: nn.Module, widened: Mapping[str, tuple[int, int]])
     """
     cannot = []
     for path, part in with_own_files(network):
-        grown = {widths for name, widths in widened.items() if name.startswith(f"{path}." if path else "")}
-        if grown and not _counts(part, grown):
+        changed = {widths for name, widths in widened.items() if name.startswith(f"{path}." if path else "")}
+        if changed and not _counts(part, changed):
             cannot.append(path)
     return cannot
 
 
-def _counts(part: Any, grown: set[tuple[int, int]]) -> bool:
+def _counts(part: Any, changed: set[tuple[int, int]]) -> bool:
     """Return whether the config of a part builds its shapes, after a setting got another value where that is needed."""
     if "config" not in vars(part):
         return False
     if _builds(part, part.config):
         return True
-    if len(grown) != 1:
+    if len(changed) != 1:
         return False
-    ((before, now),) = grown
+    ((before, now),) = changed
     settings = vars(part.config)
     counting = [name for name, value in settings.items() if type(value) is int and value == before]
     counting += [name for name, value in settings.items() if value is None and _INNER.search(name)]

@@ -364,9 +364,9 @@ class Body:
         joining = branches.env[branches.slot == first] - envs[0] if here else np.zeros(0, np.int64)
         whole = np.array_equal(joining, np.arange(len(envs)))
         env = self._send(joining) if len(joining) and not whole else None
-        grown = here and any(call.places.max() >= len(owners) for call in calls[first])
+        seeded = here and any(call.places.max() >= len(owners) for call in calls[first])
         rows = slice(int(envs[0]), int(envs[-1]) + 1) if np.array_equal(owners, envs) else owners
-        return Join(rows, len(joining), grown, env)
+        return Join(rows, len(joining), seeded, env)
 
     def _calls(
         self, seeds: Seeds, slot: int, envs: Indices, dose: NDArray[np.float32], *, frozen: bool, straight: bool = False
@@ -517,7 +517,7 @@ class _Running:
         start, segment, place = layout.slots[slot].start, layout.slots[slot].after, len(layout.steps) + slot
         join = route.joins[segment] if route.joins else None
         leaving = h
-        if join is not None and join.grown:
+        if join is not None and join.seeded:
             extra = self._joined(join, extra, h)
         read = {tap: self.entered[at] for tap, at in ((Tap.BEFORE, start), (Tap.INPUT, 0)) if at in self.entered}
         if self.frozen and not h.requires_grad:
@@ -531,14 +531,14 @@ class _Running:
             self.streams.append(Streams(h, read[Tap.BEFORE].base, inner))
         for call in route.base[slot]:
             sources = {Tap.HERE: h, **{tap: flow.base for tap, flow in read.items()}}
-            h = self._grown(call, sources, place_keys(self.keys, place))
+            h = self._with_seed(call, sources, place_keys(self.keys, place))
         if extra is not None:
             keys = None if self.keys is None else place_keys(self.keys[route.owners[: len(extra)]], place)
             for call in route.branch[slot]:
                 sources = {Tap.HERE: extra, **{tap: flow.extra for tap, flow in read.items()}}
-                extra = self._grown(call, sources, keys)
+                extra = self._with_seed(call, sources, keys)
         self.entered = {start: flow for start, flow in self.entered.items() if self.last[start] > slot}
-        if join is not None and join.joining and not join.grown:
+        if join is not None and join.joining and not join.seeded:
             extra = self._joined(join, extra, leaving)  # behind the seeds, which would copy it
         return _Flow(h, extra)
 
@@ -550,7 +550,7 @@ class _Running:
                 self.entered[start] = _Flow(base, self.ops.append(branched, here))
         return self.ops.append(extra, self.ops.select(self.ops.constant(h), join.where))
 
-    def _grown(self, call: SeedCall, sources: dict[Tap, Any], keys: Indices | None) -> Tensor:
+    def _with_seed(self, call: SeedCall, sources: dict[Tap, Any], keys: Indices | None) -> Tensor:
         stream, h, ops = self.body.layout.streams[call.slot], sources[Tap.HERE], self.ops
         first, *others = call.taps
         u = ops.fitted(stream, ops.select(sources[first], call.where), h)

@@ -62,7 +62,7 @@ class Join(NamedTuple):
 
     rows: slice | Indices  # rows of the host for the branches that run through it, as in `SeedCall`
     joining: int  # how many branches join behind it
-    grown: bool  # whether a seed behind the segment acts on a branch that joins there
+    seeded: bool  # whether a seed behind the segment acts on a branch that joins there
     where: Tensor | None  # (m,) rows of the pass that these leave; None if they are all, each once and in order
 
 

@@ -84,9 +84,9 @@ def plan_widenings(
     layout = Layout(host, menu, example, dtype)
     size = _widen(tried, layout, example, 2).parameters(host, factor**times) * dtype.itemsize
     if size > most:  # said before anything large is made
-        grown = Decimal(size) / 2**30  # as a float it can be too large
+        gibibytes = Decimal(size) / 2**30  # as a float it can be too large
         raise InputError(
-            f"widen.factor is {factor:,}, with which a host grows to {grown:,.3g} GiB, but with what is kept of each "
+            f"widen.factor is {factor:,}, with which a host grows to {gibibytes:,.3g} GiB, but with what is kept of each "
             f"network there is memory for {most / 2**30:,.3g} GiB; lower it, or give fewer steps in widen.at"
         )
     return tuple(_widen(host, layout, example, factor) for _ in range(times))

@@ -286,13 +286,13 @@ class Design:
 
     def joined(self, made: Sequence[Arrays | Absent]) -> Arrays:
         """Return the results of all populations of a contender, of which none is absent, as arrays (N, R, ...)."""
-        grown = [each for each in made if not isinstance(each, Absent)]
-        count = len(grown) // len(self.seeds)
-        by_seed = [grown[start : start + count] for start in range(0, len(grown), count)]
+        present = [each for each in made if not isinstance(each, Absent)]
+        count = len(present) // len(self.seeds)
+        by_seed = [present[start : start + count] for start in range(0, len(present), count)]
         return {
             name: np.stack([np.concatenate([own[name] for own in chunks]) for chunks in by_seed], 1)
-            for name in grown[0]
-            if all(name in own for own in grown)
+            for name in present[0]
+            if all(name in own for own in present)
         }
 
 

@@ -416,12 +416,12 @@ class AnytimeGrowth:
             self._guard()
         self._loss, begun = None, time.perf_counter()
         due = self._due(targets, size)
-        grown = bool(due) and self._grow(due)
+        widened = bool(due) and self._grow(due)
         if self._probe is not None and self._loss is None and (not self._by_slope or self._look_at == math.inf):
             self._look()  # for `improved` and `verdict` alone
         if self._log is not None:
-            self._write(self._log, time.perf_counter() - begun if grown else None)
-        return grown
+            self._write(self._log, time.perf_counter() - begun if widened else None)
+        return widened
 
     def _due(self, targets: Tensor | int, size: int) -> str:
         """Return why the network should become wider at this step; '' if it should not, as `why` says then."""
@@ -749,16 +749,16 @@ class AnytimeGrowth:
         if seconds is None and self._loss is None and self._compute < LOOK * log.noted:
             return
         log.noted = self._compute
-        grown: dict[str, Any] = {} if seconds is None else self.growths[-1]
+        growth: dict[str, Any] = {} if seconds is None else self.growths[-1]
         log.hub.emit(
             SizeRow(
                 step=self.steps,
                 seen=self.seen,
                 params=self.parameters,
                 loss=self._loss,
-                widths=grown.get("widths", {}),
+                widths=growth.get("widths", {}),
                 seconds=None if seconds is None else round(seconds, 4),
-                why=grown.get("why", self.why),
+                why=growth.get("why", self.why),
             )
         )
 

@@ -170,8 +170,8 @@ class GradScaler:
         successful = tracker + 1
         due = successful >= self.growth_interval
         larger = scale * self.growth_factor
-        grown = torch.where(due & larger.isfinite(), larger, scale)
-        scale.copy_(torch.where(overflowed, scale * self.backoff_factor, grown))
+        next_scale = torch.where(due & larger.isfinite(), larger, scale)
+        scale.copy_(torch.where(overflowed, scale * self.backoff_factor, next_scale))
         tracker.copy_(torch.where(overflowed | due, 0, successful))
 
 
