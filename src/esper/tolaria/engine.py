@@ -68,7 +68,7 @@ class Compute(NamedTuple):
     One unit is one training step of the host of a row. A seed of a parameters beside a host of h takes a / h units a step from
     its planting on, whether it incubates, blends or is kept: on a stream of one width the multiplications of forward and backward
     pass are proportional to the parameters. A copy of a row in which a candidate is tried takes 1 unit a step and that of its
-    seeds. Probes are not counted.
+    seeds. Measurements are not counted.
     """
 
     seeds: Floats  # (R,) of the seeds of the row
@@ -261,7 +261,7 @@ class Engine(Generic[P]):
     def reset(
         self, instance: NDArray[np.int64] | None = None, episode: int | None = None, planted: Seeds | None = None
     ) -> View:
-        """Begin an episode with newly initialised hosts, empty slots and a first probe.
+        """Begin an episode with newly initialised hosts, empty slots and a first measurement.
 
         instance (E,) names the instances of a mixture from now on; without it they do not change. `episode` repeats an episode:
         the same number gives the same hosts and data orders; without it the next episode begins, with other hosts and orders.

@@ -29,7 +29,7 @@ Indices = NDArray[np.int64]
 
 
 class ProbeRequest(NamedTuple):
-    """Names the optional measurements of a probe, beside the figures of every row."""
+    """Names what is measured on the probe split beside the figures of every row."""
 
     branches: Branches  # evaluations with some seeds at another dose
     trained: bool = False  # the figures of this step's training
@@ -59,7 +59,7 @@ class TrainedFigures(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """Holds the results of a probe, in NumPy arrays."""
+    """Holds what was measured on the probe split, in NumPy arrays."""
 
     loss: Floats  # (R,) loss on the probe split, at the real doses
     metric: Floats  # (R,) metric there

@@ -1,4 +1,4 @@
-"""Choose the coalitions of live seeds that a probe evaluates, and attribute a network's value to its seeds.
+"""Choose the coalitions of live seeds that are measured, and attribute a network's value to its seeds.
 
 A coalition is a bit mask over slots: the live seeds that keep their dose, while the other live seeds are at dose 0. Fossils keep
 their dose in all of them. Each coalition is evaluated once. Attribution gives Shapley values, Banzhaf values and pairwise
