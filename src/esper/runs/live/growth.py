@@ -920,19 +920,19 @@ class Growth:
             )
         if any(tensor.is_meta for tensor in network.state_dict().values() if isinstance(tensor, Tensor)):
             raise InputError("gather was given a model on the meta device; give one with weights")
-        live = self.population
-        kept = live.kept(self.engine.state.seeds)
-        slots = {slot: own for slot, site in enumerate(live.sites) if (own := kept.get(site.after)) is not None}
+        population = self.population
+        kept = population.kept(self.engine.state.seeds)
+        slots = {slot: own for slot, site in enumerate(population.sites) if (own := kept.get(site.after)) is not None}
         if not slots:
             return
-        graft(network, {live.sites[slot].name: live.sites[slot] for slot in slots})
+        graft(network, {population.sites[slot].name: population.sites[slot] for slot in slots})
         like = next(network.parameters())
         for slot, own in slots.items():
             assert own.recipe is not None, "growth knows what it planted"
             entry = get_blueprint(own.recipe.blueprint, own.kind, live=True)
-            made = live.made(slot, entry, own.blend, 0).to(like.device)
+            made = population.made(slot, entry, own.blend, 0).to(like.device)
             made.mode, made.attached = own.mode, own.attached
-            plant(network, live.sites[slot].name, made.train(network.training))
+            plant(network, population.sites[slot].name, made.train(network.training))
         trim(network)
 
     def _look_at_the_loop(self) -> None:

@@ -1,4 +1,4 @@
-"""Measure what is missing at sites of a live network: the part of the gradient that its layers cannot follow. N positions."""
+"""Measure what is missing at sites of a network in a loop: the part of the gradient its layers cannot follow. N positions."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

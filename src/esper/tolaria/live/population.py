@@ -207,7 +207,7 @@ class LivePopulation:
         figures: Figures | None = None
         if self.ranks.first or self.ranks.together:
             with undisturbed(self.network), self.restored():
-                figures = measure_live(self, seeds, asked, trained)
+                figures = measure_network(self, seeds, asked, trained)
             reshard(self.network)
         return self.ranks.from_first(figures)
 
@@ -745,8 +745,8 @@ def _seats(network: nn.Module) -> list[Seat]:
 class _KeptNetwork:
     """Keeps the host and its fossils of an earlier moment; implements `tolaria.population.Keeper`."""
 
-    def __init__(self, live: LivePopulation, seeds: Seeds) -> None:
-        self.live, self.seeds = live, seeds
+    def __init__(self, population: LivePopulation, seeds: Seeds) -> None:
+        self.population, self.seeds = population, seeds
         self.step = np.full(1, -1, np.int64)
         self.tensors: dict[str, Tensor] = {}
         self.moments: dict[str, dict[str, Any]] = {}
@@ -757,32 +757,32 @@ class _KeptNetwork:
             return
         self.seeds, self.step[0] = seeds, step
         unfinished: set[int] = set()  # the tensors of all seeds that are not part of the network for good
-        for slot, site in enumerate(self.live.sites):
-            for planted in self.live.everywhere(site.name) if seeds.stage[0, slot] != Stage.FOSSILIZED else ():
+        for slot, site in enumerate(self.population.sites):
+            for planted in self.population.everywhere(site.name) if seeds.stage[0, slot] != Stage.FOSSILIZED else ():
                 unfinished |= {id(tensor) for tensor in (*planted.parameters(), *planted.buffers())}
         self.tensors = {
             name: tensor.detach().clone()
-            for name, tensor in self.live.tensors().items()
+            for name, tensor in self.population.tensors().items()
             if id(tensor) not in unfinished
         }
-        names = {p: name for p, name in self.live.names().items() if id(p) not in unfinished}
-        self.moments = self.live.groups.moments(names)
-        self.averages = [each.state() for each in self.live.averages]
+        names = {p: name for p, name in self.population.names().items() if id(p) not in unfinished}
+        self.moments = self.population.groups.moments(names)
+        self.averages = [each.state() for each in self.population.averages]
 
     def put_back(self, seeds: Seeds, rows: Bools) -> Seeds:
         """Make the network what it was; the schedule goes on from where it is."""
         if not rows[0]:
             return seeds
-        kept = uprooted(self.seeds, rows, self.live.config.lifecycle.embargo)
-        for slot, site in enumerate(self.live.sites):
-            if kept.stage[0, slot] != Stage.FOSSILIZED and self.live.at(site.name) is not None:
-                self.live.free(site.name)
-        for name, tensor in self.live.tensors().items():
+        kept = uprooted(self.seeds, rows, self.population.config.lifecycle.embargo)
+        for slot, site in enumerate(self.population.sites):
+            if kept.stage[0, slot] != Stage.FOSSILIZED and self.population.at(site.name) is not None:
+                self.population.free(site.name)
+        for name, tensor in self.population.tensors().items():
             fill(tensor, self.tensors[name])
-        self.live.groups.set_moments(self.live.names(), self.moments)
-        for average, state in zip(self.live.averages, self.averages, strict=True):
+        self.population.groups.set_moments(self.population.names(), self.moments)
+        for average, state in zip(self.population.averages, self.averages, strict=True):
             average.load_state(state)
-        self.live.follow(kept)
+        self.population.follow(kept)
         return choose(rows, kept, seeds)
 
     def state(self, now: int) -> dict[str, Any]:
@@ -796,7 +796,7 @@ class _KeptNetwork:
 
     def load_state(self, state: Mapping[str, Any], seeds: Seeds) -> None:
         self.seeds, self.step = Seeds(**state["seeds"]), np.array(state["step"])
-        own, names = self.live.tensors(), self.live.names()
+        own, names = self.population.tensors(), self.population.names()
         self.tensors = {name: placed(tensor, own[name]) for name, tensor in state["tensors"].items()}
         self.moments = {
             name: placed_moments(state["moments"][name], parameter)
@@ -807,34 +807,34 @@ class _KeptNetwork:
 
 
 @torch.no_grad()
-def measure_live(
-    live: "LivePopulation", seeds: Seeds, asked: ProbeRequest, norms: Mapping[str, Tensor] | None
+def measure_network(
+    population: "LivePopulation", seeds: Seeds, asked: ProbeRequest, norms: Mapping[str, Tensor] | None
 ) -> Figures:
     """Return every figure that was asked for, in one read of the device, and one for each early look (`risen_by`).
 
     The network is in evaluation mode. The metric is minus the loss. `norms` are those of the seeds that incubate, by site; None
     leaves the training out.
     """
-    assert not asked.validation, "a live network has no validation split"
-    live.act_at(doses(seeds)[0])
-    with _listening(live.network, live.sites) as heard:
-        batches = live.probe_batches.batches()
-        own, output_spread = live.probe_batches.see(live.network, batches)
+    assert not asked.validation, "a network in a loop has no validation split"
+    population.act_at(doses(seeds)[0])
+    with _listening(population.network, population.sites) as heard:
+        batches = population.probe_batches.batches()
+        own, output_spread = population.probe_batches.see(population.network, batches)
     examples = sum(examples_in(y, x) for x, y in batches)
-    live.passes += examples * (1 + sum(each is not None for each in live.seedless.values()))
+    population.passes += examples * (1 + sum(each is not None for each in population.seedless.values()))
     means, pairs = [own.mean()], []
     for dose in asked.branches.dose:
-        limits = live.limits(seeds, np.flatnonzero(dose != doses(seeds)[0]))
-        live.act_at(dose)
-        differences = risen_by(live, own, batches, limits)
+        limits = population.limits(seeds, np.flatnonzero(dose != doses(seeds)[0]))
+        population.act_at(dose)
+        differences = risen_by(population, own, batches, limits)
         means.append(means[0] + differences.mean())
         pairs.append(_paired(differences))
     rise = torch.stack(pairs) if pairs else own.new_zeros(0, 2)
-    live.act_at(doses(seeds)[0])
-    seedless_rise = own.new_full((len(live.sites), 2), torch.nan)
-    for slot, site in enumerate(live.sites):
-        if (seedless := live.seedless.get(site.name)) is not None:
-            seedless_rise[slot] = _paired(live.probe_batches.see(seedless, batches)[0] - own)
+    population.act_at(doses(seeds)[0])
+    seedless_rise = own.new_full((len(population.sites), 2), torch.nan)
+    for slot, site in enumerate(population.sites):
+        if (seedless := population.seedless.get(site.name)) is not None:
+            seedless_rise[slot] = _paired(population.probe_batches.see(seedless, batches)[0] - own)
     loss: Any = torch.stack(means)
     ratios = [  # nan where nothing flowed
         participation_ratio(torch.cat(each, 1))[0].to(own) if each else own.new_full((), torch.nan) for each in heard
@@ -842,8 +842,8 @@ def measure_live(
     trained = None
     if norms is not None:
         absent = own.new_full((), torch.nan)
-        of_seeds: Any = torch.stack([norms.get(site.name, absent).to(own) for site in live.sites])[None]
-        known = np.array([[site.name in norms for site in live.sites]])
+        of_seeds: Any = torch.stack([norms.get(site.name, absent).to(own) for site in population.sites])[None]
+        known = np.array([[site.name in norms for site in population.sites]])
         trained = TrainedFigures(loss[:1], None, of_seeds, known)
     figures: dict[str, Any] = {
         "loss": loss[:1],
@@ -854,14 +854,14 @@ def measure_live(
         "metric_fall": rise,
         "seedless_rise": seedless_rise[None],
         "participation": torch.stack(ratios)[None],
-        "signs": torch.stack([_paired(own)[1], output_spread.to(own), total(live.network).to(own)])[None],
-        "sensors": live.sense() if asked.sensors else None,
+        "signs": torch.stack([_paired(own)[1], output_spread.to(own), total(population.network).to(own)])[None],
+        "sensors": population.sense() if asked.sensors else None,
     }
     return read_packet(Figures(**figures, trained=trained, finite=np.ones(1, bool) if asked.finite else None))
 
 
 def risen_by(
-    live: "LivePopulation", own: Tensor, batches: Sequence[tuple[Any, Any]], limits: tuple[float, float] | None
+    population: "LivePopulation", own: Tensor, batches: Sequence[tuple[Any, Any]], limits: tuple[float, float] | None
 ) -> Tensor:
     """Return (n,) the losses of the network as it acts now less those of `own` (N,), on as many batches as decide, n <= N.
 
@@ -873,16 +873,17 @@ def risen_by(
     1976) these are .0013 at each of the two early looks if z is 0, and .00003 if it is 1, as by default, beside the .16 that a
     gate of one standard error lets pass anyhow.
     """
-    probe = live.probe_batches
+    probe = population.probe_batches
     counts = [1 if probe.way == "whole" else examples_in(y, x) for x, y in batches]
     each = own.split(counts)
-    z = BEYOND + max(live.config.gates.gain_z, live.config.gates.contribution_z)
+    z = BEYOND + max(population.config.gates.gain_z, population.config.gates.contribution_z)
     looks = [range(0, len(batches), 4), range(2, len(batches), 4), range(1, len(batches), 2)]
     known: dict[int, Tensor] = {}
-    for look in looks if limits is not None and len(batches) > 2 and live.ranks.size == 1 else [range(len(batches))]:
+    early = limits is not None and len(batches) > 2 and population.ranks.size == 1
+    for look in looks if early else [range(len(batches))]:
         chosen = [batches[index] for index in look]
-        losses, _ = probe.see(live.network, chosen)
-        live.passes += sum(examples_in(y, x) for x, y in chosen)
+        losses, _ = probe.see(population.network, chosen)
+        population.passes += sum(examples_in(y, x) for x, y in chosen)
         for index, part in zip(look, losses.split([counts[index] for index in look]), strict=True):
             known[index] = part - each[index]
         differences = torch.cat([known[index] for index in sorted(known)])

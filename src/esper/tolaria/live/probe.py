@@ -1,4 +1,4 @@
-"""Measure a live network on its probe: fixed batches of a person's own, and the loss of each example where it can be computed."""
+"""Measure a network in a person's own loop on its probe: fixed batches, and the loss of each example where it can be computed."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress

@@ -78,7 +78,7 @@ def measure(
         sensors=last.sensors if figures.sensors is None else figures.sensors,
         sensor_age=last.sensor_age + 1 if figures.sensors is None else 0,
     )
-    if figures.seedless_rise is not None:  # of a live network, whose metric is minus the loss
+    if figures.seedless_rise is not None:  # of a network in a loop, whose metric is minus the loss
         mean, se = figures.seedless_rise[..., 0], figures.seedless_rise[..., 1]
         known, without = np.isfinite(mean), measurements.contribution
         contribution = Estimate(np.where(known, mean, without.mean), np.where(known, se, without.se), without.measured)
