@@ -171,7 +171,7 @@ def test_a_trial_in_copies_of_rows_reads_the_same_batches_and_changes_none(strai
         engine.reset()
         played(engine, 3)
         worth.append(engine.trial(Proposed(np.array([0, 1, 1]), RandomValid(), 3)).tolist())
-        engine.state.trial = None  # the compute of the copies, which is part of the state
+        engine.state.forks = None  # the compute of the copies, which is part of the state
         assert played(engine, 5) == straight[0]
     assert worth[0] == worth[1]
 

@@ -140,7 +140,7 @@ class ParallelEnvState:
     step: int  # steps taken in the episode
     compute: Compute  # (rows,) beyond that of the hosts in the steps of the episode
     contributions: Contributions  # (rows, S) the last of every seed that acts
-    trial: Floats | None = None  # (rows,) compute of the copies that were tried since the last step
+    forks: Floats | None = None  # (rows,) compute of the copies that were tried since the last step
     pending: PendingStep | None = None  # the step between `begin_step` and `finish_step`
 
 
@@ -309,7 +309,7 @@ class Engine(Generic[P]):
         """Return everything that the next step depends on, as a tree of arrays (store/checkpoint.py) that share memory."""
         state = self.state
         return {
-            **{name: as_tree(value) for name, value in vars(state).items() if name != "trial"},
+            **{name: as_tree(value) for name, value in vars(state).items() if name != "forks"},
             **self.population.snapshot(),
             "governor": self.governor.state(state.step),
             "early_stopping": None if self.stopping is None else self.stopping.state(state.step),
@@ -326,7 +326,7 @@ class Engine(Generic[P]):
             setattr(state, name, value)
         state.episode, state.step, state.compute = tree["episode"], tree["step"], Compute(**tree["compute"])
         self.population.load(tree, state.instance, state.episode)
-        state.pending = state.trial = None
+        state.pending = state.forks = None
         if tree["pending"] is not None:
             waiting, none = Actions.wait(self.config.envs), np.zeros(self.config.envs, np.int8)
             known = PendingStep(waiting, none, state.scores, state.seeds)
@@ -417,8 +417,8 @@ class Engine(Generic[P]):
         actions, refused, before, decided = state.pending
         applied, state.pending = state.seeds, None
         spent, hosts = state.compute, self.population.host_params
-        state.compute = spent.after(self.population.table.added_params(applied, IN_BUDGET), hosts, state.trial)
-        state.trial = None
+        state.compute = spent.after(self.population.table.added_params(applied, IN_BUDGET), hosts, state.forks)
+        state.forks = None
         with self.timer.phase("tick"):
             gates = judge(applied, state.measurements, config.gates, self.population.space)
             state.seeds = ticked = tick(applied, gates, config.lifecycle)
@@ -694,7 +694,7 @@ class VectorizedEngine(TaskEngine[StackedPopulation]):
         begin, before = state.step, state.compute.seeds[envs].copy()
         play(copies, proposed.client, Until(lambda: state.step - begin >= proposed.steps))
         compute = state.step - begin + state.compute.seeds[envs] - before
-        self.state.trial = np.bincount(proposed.env, compute, len(self._env)).astype(np.float64)
+        self.state.forks = np.bincount(proposed.env, compute, len(self._env)).astype(np.float64)
         copies.population.close()
         return objective_of(take(state.scores, envs), copies.population.host_params[envs], self.config.reward)
 

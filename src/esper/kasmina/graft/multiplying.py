@@ -41,7 +41,7 @@ NOISE = 0.5
 """Standard deviation of the noise on weights that read copies, as a share of that of these weights."""
 
 _LARGE = 8.0
-"""By how much features that nothing reads yet are larger in a second trial, which a network that takes their maximum shows."""
+"""By how much features that nothing reads yet are larger in a second attempt, which a network that takes their maximum shows."""
 
 _BY_FEATURE = (nn.modules.batchnorm._NormBase,)
 _OVER_FEATURES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
@@ -560,12 +560,12 @@ class Multiplication:
     ) -> Way:
         """Multiply the widths of a network and its moving averages, in the first way that keeps its outputs; returns that way.
 
-        InputError if there is none; nothing is changed then. Weights that are all 0 are drawn during the trial, because nothing
+        InputError if there is none; nothing is changed then. Weights that are all 0 are drawn as ways are tried, because nothing
         would be seen behind them.
         """
         both = (True, False)
         attempts = itertools.product(both if self.roots else (False,), ways, both if self.shares else (True,))
-        with trial(networks, example, key, "wider") as (expected, undo):
+        with temporary_changes(networks, example, key, "wider") as (expected, undo):
             for rooted, way, share in attempts:
                 try:
                     for size in (1.0, _LARGE):
@@ -757,7 +757,7 @@ def saved_with_configs(networks: Sequence[nn.Module]) -> Callable[[], None]:
 
 
 @contextmanager
-def trial(
+def temporary_changes(
     networks: Sequence[nn.Module], example: Any, key: int, kind: str
 ) -> Iterator[tuple[Outputs, Callable[[], None]]]:
     """Yield what a network computes, and a function that undoes its changes, which are undone on exit in any case.

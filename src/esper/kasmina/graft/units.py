@@ -29,7 +29,7 @@ _NORM = (("weight", 1.0), ("bias", 0.0), ("running_mean", 0.0), ("running_var", 
 
 
 _LARGE = 32.0
-"""By how much new features are larger in a trial than they are drawn."""
+"""By how much new features are larger while outputs are compared than they are drawn."""
 
 
 def axes_of(path: str, layer: nn.Module) -> Axes:

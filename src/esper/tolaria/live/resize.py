@@ -16,7 +16,7 @@ from esper.kasmina.graft.copies import blocks_of_one_class, insert, silenced, st
 from esper.kasmina.graft.find_sites import Hidden, check_module, find_hidden
 from esper.kasmina.graft.grafted import copied, undisturbed
 from esper.kasmina.graft.grown import is_grafted
-from esper.kasmina.graft.multiplying import VARIANTS, WAYS, Multiplication, Way, trial
+from esper.kasmina.graft.multiplying import VARIANTS, WAYS, Multiplication, Way, temporary_changes
 from esper.kasmina.graft.recording import call, floats, learns, mapped, on_aliases, saved, undone_on_error
 from esper.kasmina.graft.sharding import is_sharded
 from esper.kasmina.graft.units import Outputs, additions, append_tried, axes_of, width_of
@@ -249,12 +249,12 @@ def deepen(
 def _add_blocks(networks: tuple[nn.Module, ...], path: str, place: int, blocks: int, example: Any, count: int) -> None:
     """Add blocks at a place of a container of every network. InputError if the outputs change; nothing is changed then.
 
-    Weights that are all 0 are drawn during the trial, but not those of the new blocks: nothing would be seen behind them.
+    Weights that are all 0 are drawn while this is tried, but not those of the new blocks: nothing would be seen behind them.
     """
     network, last, ran = networks[0], f"{path}.{place - 1}".lstrip("."), set[nn.Module]()
     blank = [name for name, each in network.get_submodule(last).named_parameters() if each.numel() and not each.any()]
     problem = f"{path!r} has no layer that writes what a new block adds; give another stack by at="
-    with trial(networks, example, 0, "deeper") as (expected, undo):
+    with temporary_changes(networks, example, 0, "deeper") as (expected, undo):
         # a factor that is 0 may be enough, as in ReZero before training
         for zeros in chain([list[str]()] if blank else [], silenced(network, last, example)):
             _insert_blocks(network, path, place, blocks, [*zeros, *blank], count)
