@@ -304,8 +304,8 @@ def _figures(contender: Contender, task: AnyTask, config: Config, sign: Sign = l
     engine, outcome, seconds = grow_contender(task.sealed(), contender, config, observers=[Until(sign)])
     grown = grown_of(engine)
     figures = tested(task, config, engine, outcome, seconds)._asdict()
-    seeds = {f"seeds_{name}": getattr(grown.kept, name) for name in _KEPT}
-    return {**figures, "instance": grown.instance, "params": grown.params, **seeds}
+    planted = {f"seeds_{name}": getattr(grown.kept, name) for name in _KEPT}
+    return {**figures, "instance": grown.instance, "params": grown.params, **planted}
 
 
 def tested(
@@ -330,15 +330,15 @@ def _trained(name: str, arrays: Arrays, task: AnyTask, config: Config, sign: Sig
 
     arrays: of the population that grew, from `_figures`. The figure `kept` is nan for networks without seeds.
     """
-    seeds = dormant(*arrays["seeds_stage"].shape)._replace(**{each: arrays[f"seeds_{each}"] for each in _KEPT})
-    grown = GrowthResult(arrays["instance"], seeds, arrays["params"])
+    planted = dormant(*arrays["seeds_stage"].shape)._replace(**{each: arrays[f"seeds_{each}"] for each in _KEPT})
+    grown = GrowthResult(arrays["instance"], planted, arrays["params"])
     trained = train_baseline(name, task, config, grown, config.steps, stop=sign)
     if isinstance(trained, Absent):
         return trained
     assert trained.seconds is not None
     host_params = grown.params - arrays["added_params"].astype(np.int64)
     added = trained.params - host_params
-    kept = (seeds.stage == Stage.FOSSILIZED).sum(1) if name == "same-size" else np.full(config.envs, np.nan)
+    kept = (planted.stage == Stage.FOSSILIZED).sum(1) if name == "same-size" else np.full(config.envs, np.nan)
     return RecordedFigures(
         objective=objective_of(Scores(trained.metric, trained.loss, added), host_params, config.reward),
         metric=trained.metric,
