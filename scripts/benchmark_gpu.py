@@ -40,7 +40,7 @@ from esper.leyline.lifecycle.vocabulary import LIVE, Actions, Op, among
 from esper.leyline.messages import InputError
 from esper.tamiyo.rules.base import RandomValid
 from esper.tasks.catalog import get_task
-from esper.tasks.hosts.factories import CNN, MAP_MENU
+from esper.tasks.hosts import CNN, MAP_MENU
 from esper.tasks.images import read_cifar10, standardizing
 from esper.tasks.objectives import Classification
 from esper.tolaria.engine import VectorizedEngine

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from esper.leyline.config.tree import Config, build_config
 from esper.leyline.data.task import Split, Task
 from esper.leyline.lifecycle.vocabulary import Actions
-from esper.tasks.hosts.factories import CNN, MAP_MENU
+from esper.tasks.hosts import CNN, MAP_MENU
 from esper.tasks.images import digits_image_narrow, standardizing
 from esper.tasks.objectives import Classification
 from esper.tolaria.engine import VectorizedEngine

@@ -42,7 +42,7 @@ from esper.leyline.data.task import Source, Task
 from esper.leyline.messages import counted
 from esper.store.tensors import StateCopy
 from esper.tamiyo.rules.base import Never
-from esper.tasks.hosts.factories import MLP, Transformer
+from esper.tasks.hosts import MLP, Transformer
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.runtime import Waits, describe_gpu
 from esper.tolaria.stacked.data import SharedBatchIterator

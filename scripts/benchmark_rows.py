@@ -19,7 +19,7 @@ import esper
 from esper.kasmina.stack.body import APART
 from esper.leyline.config.tree import build_config
 from esper.leyline.data.task import Task
-from esper.tasks.hosts.factories import Transformer
+from esper.tasks.hosts import Transformer
 from esper.tasks.text import stdlib_text
 from esper.tolaria.engine import VectorizedEngine
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from esper.leyline.config.tree import build_config
 from esper.leyline.data.keys import Purpose, key, permutations
 from esper.leyline.data.task import Task
-from esper.tasks.hosts.factories import Transformer
+from esper.tasks.hosts import Transformer
 from esper.tasks.text import SIZES, stdlib_text
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.runtime import multiplies_bfloat16

@@ -8,7 +8,7 @@ from esper.kasmina.lifecycle import dormant, edits
 from esper.kasmina.stack.body import Body
 from esper.leyline.lifecycle.slots import Kind
 from esper.leyline.lifecycle.vocabulary import IN_BUDGET, Stage
-from esper.tasks.hosts.factories import MLP
+from esper.tasks.hosts import MLP
 
 ALL = tuple(name for kind, name in BLUEPRINTS if kind == Kind.VECTOR)
 

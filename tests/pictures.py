@@ -7,7 +7,7 @@ from bodies import planted_body
 from esper.kasmina.blueprints import BLUEPRINTS
 from esper.leyline.data.task import Pixels, Split, Task
 from esper.leyline.lifecycle.slots import Kind
-from esper.tasks.hosts.factories import CNN, MAP_MENU
+from esper.tasks.hosts import CNN, MAP_MENU
 from esper.tasks.objectives import Classification
 from esper.tasks.splits import Splits
 

@@ -9,7 +9,7 @@ from esper.leyline.config.tree import build_config
 from esper.leyline.lifecycle.vocabulary import Actions, Op
 from esper.leyline.protocols import Controller
 from esper.nissa.hub import Hub
-from esper.tasks.hosts.factories import MLP
+from esper.tasks.hosts import MLP
 from esper.tasks.own.custom import task_from
 from esper.tolaria.engine import Decision, Step, VectorizedEngine
 from esper.tolaria.journal import Journal

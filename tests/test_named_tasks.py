@@ -20,7 +20,7 @@ from processes import begun
 SOURCE = """
 import torch
 import esper
-from esper.tasks.hosts.factories import MLP
+from esper.tasks.hosts import MLP
 
 touched = open("touched", "a").write("x")
 
@@ -350,7 +350,7 @@ def test_a_file_without_a_function_is_refused_with_the_functions_that_it_has(com
 FAILING = """
 import torch
 import esper
-from esper.tasks.hosts.factories import MLP
+from esper.tasks.hosts import MLP
 
 calls = []
 

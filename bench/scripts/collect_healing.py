@@ -30,7 +30,7 @@ from esper.runs.evaluation.contenders import Contender, grow_contender, named
 from esper.runs.evaluation.evaluation import Design, tested
 from esper.simic.rewards import objective
 from esper.tasks import repair
-from esper.tasks.hosts.factories import VECTOR_MENU
+from esper.tasks.hosts import VECTOR_MENU
 from esper.tolaria.engine import Observer, Step, VectorizedEngine
 from esper_bench import repair_tables as tables
 from esper_bench.controllers.healing_features import FEATURES, TAUGHT_FEATURES, slot_features, table

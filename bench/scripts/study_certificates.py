@@ -30,7 +30,7 @@ from esper.leyline.lifecycle.masks import complete, defaults
 from esper.leyline.lifecycle.vocabulary import Stage
 from esper.tamiyo.catalog import get_controller
 from esper.tamiyo.rules.base import Rule
-from esper.tasks.hosts.factories import MLP
+from esper.tasks.hosts import MLP
 from esper.tasks.objectives import Classification
 from esper.tasks.spirals import spiral_points
 from esper.tolaria.engine import VectorizedEngine

@@ -33,7 +33,7 @@ from esper.runs.evaluation.contenders import Contender, named
 from esper.simic.rewards import objective
 from esper.tamiyo.rules.heuristic import Heuristic
 from esper.tasks.catalog import get_task
-from esper.tasks.hosts.factories import MLP
+from esper.tasks.hosts import MLP
 from esper.tolaria.engine import VectorizedEngine
 from esper_bench.evaluation.one_task import evaluate
 from esper_bench.records import load_record, run_script, save_record

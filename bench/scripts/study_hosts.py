@@ -19,7 +19,7 @@ from esper.kasmina.host import SegmentedHost
 from esper.leyline.config.tree import build_config
 from esper.leyline.data.task import Split, Task
 from esper.tasks.catalog import TASKS, get_task
-from esper.tasks.hosts.factories import CNN, MLP, ResidualCNN, ResidualMLP
+from esper.tasks.hosts import CNN, MLP, ResidualCNN, ResidualMLP
 
 Factory = Callable[[], SegmentedHost]
 TABLES = ("digits", "spirals", "iris", "wine", "breast-cancer")

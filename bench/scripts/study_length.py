@@ -20,7 +20,7 @@ from sklearn.preprocessing import StandardScaler
 
 import esper
 from esper.leyline.data.task import Task
-from esper.tasks.hosts.factories import MLP
+from esper.tasks.hosts import MLP
 
 BASE = 24  # steps of the default config
 

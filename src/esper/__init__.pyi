@@ -50,9 +50,9 @@ from esper.leyline.data.task import Room as Room
 from esper.leyline.data.task import Lengths as Lengths
 
 # Hosts and blueprints
-from esper.tasks.hosts.factories import mlp as mlp
-from esper.tasks.hosts.factories import cnn as cnn
-from esper.tasks.hosts.sequential import GRU, Transformer
+from esper.tasks.hosts import mlp as mlp
+from esper.tasks.hosts import cnn as cnn
+from esper.tasks.hosts import GRU, Transformer
 
 transformer = Transformer
 gru = GRU

@@ -51,7 +51,7 @@ from esper.store.disk import find_folder, write_atomic
 from esper.store.files import BEST, EVALUATION, MODELS, check_links, is_run, to_json
 from esper.tamiyo.catalog import controller_names, find_controller
 from esper.tasks.catalog import get_task, is_named_task
-from esper.tasks.hosts.factories import host_from
+from esper.tasks.hosts import host_from
 from esper.tolaria.stacked.data import Format, stack_splits
 
 OnInterrupt = Literal["raise", "return"]

@@ -11,7 +11,7 @@ from esper.kasmina.network.export import GrownNetwork, grown_network
 from esper.kasmina.stack.plan import Branches
 from esper.leyline.data.task import Interface
 from esper.leyline.lifecycle.vocabulary import Blend, Stage
-from esper.tasks.hosts.factories import MLP
+from esper.tasks.hosts import MLP
 from esper.tolaria.stacked.population import shadows
 from thinning import crossed
 

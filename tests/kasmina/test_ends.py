@@ -11,7 +11,7 @@ from esper.kasmina.host import SegmentedHost, check_host
 from esper.kasmina.stack.rows import Stack
 from esper.leyline.lifecycle.slots import Kind, SlotSpec
 from esper.leyline.messages import InputError
-from esper.tasks.hosts.feedforward import Floor
+from esper.tasks.hosts import Floor
 
 SIZES = ((20, 12), (3, 12), (20, 2), (9, 9))
 """Widths read and written: more and fewer than the 8 rows of a sparse blueprint."""

@@ -37,7 +37,7 @@ from esper.leyline.lifecycle.slots import SlotSpec
 from esper.leyline.lifecycle.vocabulary import IN_BUDGET, Blend, Stage
 from esper.leyline.messages import InputError
 from esper.store.disk import SUMS
-from esper.tasks.hosts.factories import MLP
+from esper.tasks.hosts import MLP
 
 WIDTH, INPUTS = 8, 6
 BLENDS = pytest.mark.parametrize("blend", Blend)

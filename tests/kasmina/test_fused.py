@@ -11,7 +11,7 @@ from esper.kasmina.stack.fused import Layers, layers_of
 from esper.kasmina.stack.layers import Linear
 from esper.kasmina.stack.rows import Stack
 from esper.leyline.lifecycle.slots import SlotSpec
-from esper.tasks.hosts.feedforward import DamagedMLP, Floor
+from esper.tasks.hosts import DamagedMLP, Floor
 
 
 def damaged(linear: bool = False) -> nn.Module:

@@ -9,7 +9,7 @@ from esper.kasmina.host import SegmentedHost
 from esper.kasmina.stack.invariance import blends_that_vary, segments_that_vary
 from esper.kasmina.stack.layers import Linear
 from esper.leyline.lifecycle.slots import Kind, SlotSpec, Tap
-from esper.tasks.hosts.factories import MLP
+from esper.tasks.hosts import MLP
 
 X = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 

@@ -14,7 +14,7 @@ from esper.kasmina.stack.layers import zero_linear
 from esper.leyline.lifecycle.slots import Kind, Tap
 from esper.leyline.lifecycle.vocabulary import Blend
 from esper.leyline.messages import InputError
-from esper.tasks.hosts.factories import CNN
+from esper.tasks.hosts import CNN
 from pictures import MAPS, map_body
 
 EVERY = pytest.mark.parametrize("name", MAPS)

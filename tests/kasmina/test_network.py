@@ -11,7 +11,7 @@ import torch
 import esper
 from esper.kasmina.network.export import MODEL, PROGRAM, TOPOLOGY
 from esper.leyline.messages import InputError
-from esper.tasks.hosts.factories import MLP
+from esper.tasks.hosts import MLP
 from populations import Script, small_config
 
 N = 120

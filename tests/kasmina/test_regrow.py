@@ -15,7 +15,7 @@ from esper.kasmina.stack.body import Seed
 from esper.leyline.data.task import Interface, Scaling
 from esper.leyline.lifecycle.slots import Kind, Tap
 from esper.leyline.lifecycle.vocabulary import Blend, Op
-from esper.tasks.hosts.factories import MLP
+from esper.tasks.hosts import MLP
 from esper.tolaria.engine import VectorizedEngine
 from populations import Script, blobs, small_config
 

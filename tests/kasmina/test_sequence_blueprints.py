@@ -23,7 +23,7 @@ from esper.leyline.lifecycle.slots import Kind, Sequence, SlotSpec, Tap
 from esper.leyline.lifecycle.vocabulary import Blend
 from esper.leyline.messages import InputError
 from esper.runs.live.growth import growth_menu
-from esper.tasks.hosts.sequential import Transformer
+from esper.tasks.hosts import Transformer
 from sequences import HOST, SEQUENCES, CausalHost, sequence_body
 
 EVERY = pytest.mark.parametrize("name", SEQUENCES)

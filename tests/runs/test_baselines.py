@@ -25,7 +25,7 @@ from esper.runs.folder.resume import Opening
 from esper.runs.grow import grow
 from esper.tamiyo.catalog import get_controller
 from esper.tasks.catalog import get_task
-from esper.tasks.hosts.factories import MLP
+from esper.tasks.hosts import MLP
 from esper.tasks.own.custom import task_from
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.stacked.data import Format, SharedBatchIterator

@@ -35,7 +35,7 @@ from esper.runs.folder.run_folder import list_contents
 from esper.runs.grow import grow
 from esper.simic.rewards import objective
 from esper.tamiyo.catalog import get_controller
-from esper.tasks.hosts.factories import MLP
+from esper.tasks.hosts import MLP
 from esper.tasks.own.custom import task_from
 from esper.tolaria.runtime import resolve_device
 

@@ -31,7 +31,7 @@ from esper.tamiyo.catalog import get_controller
 from esper.tamiyo.policy.controller import WEIGHTS
 from esper.tamiyo.rules.base import Never
 from esper.tasks.catalog import get_task
-from esper.tasks.hosts.factories import MLP
+from esper.tasks.hosts import MLP
 from esper.tolaria import runtime
 from esper.tolaria.governor import Governor
 from esper.tolaria.measure.certifying import Certifier

@@ -4,7 +4,7 @@ import torch
 from esper.leyline.config.tree import build_config
 from esper.leyline.messages import InputError
 from esper.tasks.catalog import TASKS, get_task, task_names
-from esper.tasks.hosts.factories import CNN, MLP, Host, ResidualCNN, ResidualMLP
+from esper.tasks.hosts import CNN, MLP, Host, ResidualCNN, ResidualMLP
 from pictures import write_cifar
 from stories import write_text
 

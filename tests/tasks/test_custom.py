@@ -14,7 +14,7 @@ from esper.leyline.config.tree import build_config
 from esper.leyline.data.task import Task
 from esper.leyline.lifecycle.slots import SlotSpec
 from esper.leyline.messages import DataWarning, InputError
-from esper.tasks.hosts.factories import MLP
+from esper.tasks.hosts import MLP
 from esper.tasks.objectives import Classification, Regression
 from esper.tasks.own.custom import task_from
 

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from esper.leyline.data.task import Task
 from esper.leyline.messages import DataWarning, InputError
-from esper.tasks.hosts.factories import MLP
+from esper.tasks.hosts import MLP
 from esper.tasks.objectives import METRICS, SCORES, Classification, CustomObjective, Regression
 from esper.tasks.own.custom import task_from
 from esper.tolaria.engine import VectorizedEngine

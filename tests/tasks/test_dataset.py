@@ -14,7 +14,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import esper
 from esper.leyline.messages import InputError, UserCodeError
-from esper.tasks.hosts.factories import MLP
+from esper.tasks.hosts import MLP
 from esper.tasks.own.custom import task_from
 from esper.tasks.own.examples import CHUNK, read_dataset
 

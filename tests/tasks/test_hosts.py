@@ -14,7 +14,7 @@ from esper.kasmina.blueprints import count
 from esper.kasmina.host import SegmentedHost, check_host
 from esper.kasmina.stack.rows import Stack
 from esper.leyline.messages import InputError
-from esper.tasks.hosts.factories import (
+from esper.tasks.hosts import (
     HOSTS,
     MAP_MENU,
     MLP,

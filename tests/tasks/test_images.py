@@ -11,7 +11,7 @@ import esper
 from esper.kasmina.blueprints import count, drawn_with
 from esper.leyline.lifecycle.slots import Kind
 from esper.leyline.messages import InputError
-from esper.tasks.hosts.factories import CNN, ResidualCNN, host_from
+from esper.tasks.hosts import CNN, ResidualCNN, host_from
 from esper.tasks.images import digits_image, digits_image_narrow, standardizing
 from esper.tasks.small import digits
 

@@ -13,7 +13,7 @@ import torch
 
 from esper.leyline.data.task import Task
 from esper.leyline.messages import DataWarning, InputError
-from esper.tasks.hosts.factories import MLP
+from esper.tasks.hosts import MLP
 from esper.tasks.objectives import Classification, Regression
 from esper.tasks.own.custom import task_from
 

@@ -23,8 +23,7 @@ from esper.leyline.data.task import Interface
 from esper.leyline.lifecycle.slots import Kind
 from esper.leyline.lifecycle.vocabulary import Op, Stage
 from esper.leyline.messages import InputError
-from esper.tasks.hosts.factories import GRU, SEQUENCE_MENU, Transformer, host_from, menu_of
-from esper.tasks.hosts.sequential import TransformerBlock
+from esper.tasks.hosts import GRU, SEQUENCE_MENU, Transformer, TransformerBlock, host_from, menu_of
 from esper.tasks.objectives import Classification
 from esper.tolaria.engine import VectorizedEngine
 from populations import Script

@@ -11,7 +11,7 @@ from torch import nn
 
 import esper
 from esper.leyline.messages import DataWarning, InputError
-from esper.tasks.hosts.factories import MLP
+from esper.tasks.hosts import MLP
 from esper.tasks.objectives import Classification, Regression, StandardizedObjective, custom_objective
 from esper.tolaria.measure.bounds import bounds
 

@@ -14,7 +14,7 @@ from esper.leyline.data.task import SENSED
 from esper.leyline.messages import InputError, RunWarning, UserCodeError
 from esper.store.checkpoint import flatten, unflatten
 from esper.tamiyo.rules.base import RandomValid
-from esper.tasks.hosts.factories import MLP, Transformer
+from esper.tasks.hosts import MLP, Transformer
 from esper.tasks.own import examples as own_examples
 from esper.tasks.own.examples import HELD
 from esper.tasks.splits import Splits

@@ -14,7 +14,7 @@ from esper.cli import main
 from esper.leyline.data.task import Split
 from esper.leyline.messages import InputError
 from esper.tasks.catalog import task_names
-from esper.tasks.hosts.factories import Transformer
+from esper.tasks.hosts import Transformer
 from esper.tasks.objectives import Classification, NextByte
 from esper.tasks.splits import Splits
 from esper.tasks.text import HOST, LENGTH, SIZES, sources, stdlib_text, text_splits, topics

@@ -6,7 +6,7 @@ import torch
 
 import esper
 from esper.leyline.messages import InputError
-from esper.tasks.hosts.factories import GRU, Transformer
+from esper.tasks.hosts import GRU, Transformer
 from esper.tasks.objectives import NextByte, NextToken
 from esper.tasks.splits import Splits
 

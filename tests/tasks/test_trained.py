@@ -5,7 +5,7 @@ import torch
 
 import esper
 from esper.kasmina.blueprints import drawn_with
-from esper.tasks.hosts.factories import ResidualMLP
+from esper.tasks.hosts import ResidualMLP
 from esper.tasks.spirals import SMALL, Trained, spirals_trained
 
 

@@ -12,7 +12,7 @@ from esper.kasmina.stack.body import APART, runs_by_row
 from esper.leyline.lifecycle.slots import Kind, SlotSpec
 from esper.leyline.lifecycle.vocabulary import IN_BUDGET, Op, Stage, among
 from esper.tamiyo.rules.base import Never
-from esper.tasks.hosts.factories import MLP, ResidualMLP, Transformer
+from esper.tasks.hosts import MLP, ResidualMLP, Transformer
 from esper.tasks.own.custom import task_from
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.stacked.population import needs_ghost

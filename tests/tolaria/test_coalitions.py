@@ -13,7 +13,7 @@ from esper.leyline.data.task import Interface
 from esper.leyline.lifecycle.view import CoalitionValues
 from esper.leyline.lifecycle.vocabulary import Op, Stage
 from esper.leyline.messages import InputError
-from esper.tasks.hosts.factories import MLP
+from esper.tasks.hosts import MLP
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.measure.coalitions import COMPLETE, attribute, coalitions, masks, sampled_coalitions
 from populations import Script, blobs, small_config

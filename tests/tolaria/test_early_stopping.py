@@ -17,7 +17,7 @@ from esper.leyline.messages import InputError
 from esper.runs.baselines import grown_of, train_baseline
 from esper.runs.evaluation.contenders import named
 from esper.runs.evaluation.evaluation import run_evaluation
-from esper.tasks.hosts.factories import MLP
+from esper.tasks.hosts import MLP
 from esper.tolaria.early_stopping import EarlyStopping
 from esper.tolaria.engine import VectorizedEngine
 from populations import Script, blobs, small_config

@@ -14,7 +14,7 @@ from esper.store.tensors import flatten
 from esper.tamiyo.catalog import get_controller
 from esper.tamiyo.rules.schedule import load_schedule
 from esper.tasks.catalog import get_task
-from esper.tasks.hosts.factories import MLP
+from esper.tasks.hosts import MLP
 from esper.tasks.own.custom import task_from
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.stacked.optimizer import Updates

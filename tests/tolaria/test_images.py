@@ -14,7 +14,7 @@ from esper.leyline.lifecycle.slots import Kind, Map, SlotSpec, Vector
 from esper.leyline.lifecycle.vocabulary import Op
 from esper.store.tensors import flatten, unflatten
 from esper.tamiyo.rules.base import RandomValid
-from esper.tasks.hosts.factories import CNN
+from esper.tasks.hosts import CNN
 from esper.tasks.own.custom import task_from
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.measure.probe import for_positions

@@ -13,7 +13,7 @@ from esper.leyline.lifecycle.vocabulary import Op, Stage
 from esper.leyline.messages import InputError
 from esper.store.tensors import flatten, unflatten
 from esper.tamiyo.rules.base import RandomValid
-from esper.tasks.hosts.factories import DamagedMLP
+from esper.tasks.hosts import DamagedMLP
 from esper.tasks.objectives import Classification
 from esper.tolaria.engine import VectorizedEngine
 from populations import MENU, Script, blobs, small_config

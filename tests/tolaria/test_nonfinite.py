@@ -12,7 +12,7 @@ from esper.cli import main
 from esper.leyline.data.task import Instance, Lengths, Mixture, Room, Split, finite
 from esper.leyline.messages import DataWarning, InputError
 from esper.tasks.catalog import TASKS, get_task
-from esper.tasks.hosts.factories import MLP
+from esper.tasks.hosts import MLP
 from esper.tasks.objectives import Classification
 from esper.tasks.own.custom import task_from
 from esper.tolaria.engine import VectorizedEngine

@@ -11,7 +11,7 @@ from esper.leyline.lifecycle.vocabulary import Op, Stage
 from esper.leyline.messages import InputError
 from esper.nissa.rows import WideningRow
 from esper.tasks.catalog import get_task
-from esper.tasks.hosts.factories import CNN, MLP, DamagedMLP, ResidualCNN, ResidualMLP, Transformer
+from esper.tasks.hosts import CNN, MLP, DamagedMLP, ResidualCNN, ResidualMLP, Transformer
 from esper.tasks.own.custom import task_from
 from esper.tolaria.engine import VectorizedEngine
 from populations import GROW, Journalled, Script, assert_same, blobs, small_config, trajectory

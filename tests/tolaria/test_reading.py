@@ -26,7 +26,7 @@ from esper.leyline.protocols import Proposed
 from esper.nissa.rows import PhasesRow
 from esper.store.tensors import flatten, unflatten
 from esper.tamiyo.rules.base import RandomValid
-from esper.tasks.hosts.factories import MLP, Transformer
+from esper.tasks.hosts import MLP, Transformer
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.runtime import Waits
 from esper.tolaria.stacked import data, reading

@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 
 import esper
 from esper.leyline.lifecycle.vocabulary import Actions, Op
-from esper.tasks.hosts.factories import MLP
+from esper.tasks.hosts import MLP
 from esper.tolaria.engine import VectorizedEngine
 from populations import Journalled, Script, blobs, small_config
 from thinning import thinned

@@ -22,7 +22,7 @@ from esper.leyline.lifecycle.view import Floats, Outcome, View
 from esper.leyline.lifecycle.vocabulary import ADDED, Stage, among
 from esper.leyline.messages import InputError
 from esper.simic.rewards import Components
-from esper.tasks.hosts.factories import MLP
+from esper.tasks.hosts import MLP
 from esper.tasks.objectives import Classification
 from esper.tolaria.engine import Observer, Step, VectorizedEngine
 from esper_bench.healing.data import CLASSES, INPUTS, SIZES, Problem, Subset, examples, one_of, problem

@@ -7,7 +7,7 @@ from esper.leyline.data import keys
 from esper.leyline.data.batches import leaves
 from esper.leyline.data.task import Instance, Lengths, Mixture, Room, Split, Task
 from esper.tasks import repair, small
-from esper.tasks.hosts.feedforward import DamagedMLP
+from esper.tasks.hosts import DamagedMLP
 from esper.tasks.objectives import Classification
 
 SUMMARY = "iris, wine and breast-cancer on the hosts of repair: sound, narrow, linear, frozen or slim MLPs"

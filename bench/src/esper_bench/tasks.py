@@ -6,7 +6,7 @@ from functools import partial
 
 from esper.leyline.data.task import Mixture
 from esper.tasks import repair
-from esper.tasks.hosts.factories import VECTOR_MENU
+from esper.tasks.hosts import VECTOR_MENU
 from esper_bench.healing import heal as units
 from esper_bench.healing import heal_bytes as byte_models
 from esper_bench.healing.hosts import FULL, VECTORS, HostSet

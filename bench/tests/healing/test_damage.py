@@ -15,8 +15,7 @@ from esper.kasmina.stack.rows import Stack
 from esper.leyline.data.task import Split
 from esper.leyline.messages import InputError
 from esper.runs.healing.training import redraw_dead
-from esper.tasks.hosts.factories import host_from
-from esper.tasks.hosts.feedforward import MLP
+from esper.tasks.hosts import MLP, host_from
 from esper_bench.healing.bridged import Bridged, BridgedMLP
 from esper_bench.healing.damage import (
     INPUT_FACTORS,

@@ -12,8 +12,7 @@ from esper.leyline.lifecycle.vocabulary import Op, Stage
 from esper.leyline.messages import InputError
 from esper.store.files import VARIABLE
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
-from esper.tasks.hosts.factories import host_from
-from esper.tasks.hosts.sequential import Transformer
+from esper.tasks.hosts import Transformer, host_from
 from esper.tolaria.engine import VectorizedEngine, play
 from esper_bench.controllers.placement import DriftRise
 from esper_bench.controllers.plans import FULL_HEAD, SPARSE_HEAD, SPARSE_ROWS, Plan

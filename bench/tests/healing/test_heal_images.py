@@ -22,7 +22,7 @@ from esper.leyline.lifecycle.vocabulary import Op, Stage
 from esper.leyline.messages import InputError
 from esper.tamiyo.policy.packages import inner_slots
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
-from esper.tasks.hosts.factories import host_from
+from esper.tasks.hosts import host_from
 from esper.tolaria.engine import VectorizedEngine, play
 from esper_bench.controllers.placement import DriftRise
 from esper_bench.controllers.plans import MIXED

@@ -21,7 +21,7 @@ from esper.leyline.data.task import Pixels, Split, Task, one_tensor
 from esper.leyline.distribution import of_extra
 from esper.leyline.messages import InputError, counted, in_words
 from esper.store.disk import read_named
-from esper.tasks.hosts.factories import CNN, MAP_MENU, ResidualCNN
+from esper.tasks.hosts import CNN, MAP_MENU, ResidualCNN
 from esper.tasks.objectives import Classification
 from esper.tasks.small import DIGITS_SIZES
 from esper.tasks.splits import Splits, cut, dealt

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from esper.leyline.data import keys
 from esper.leyline.data.task import Instance, Lengths, Mixture, Room, Split
 from esper.leyline.messages import InputError
-from esper.tasks.hosts.factories import VECTOR_MENU, DamagedMLP
+from esper.tasks.hosts import VECTOR_MENU, DamagedMLP
 from esper.tasks.objectives import Classification
 from esper.tasks.splits import dealt
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from esper.leyline.data.task import Task
-from esper.tasks.hosts.factories import MLP, VECTOR_MENU, ResidualMLP, VectorHost
+from esper.tasks.hosts import MLP, VECTOR_MENU, ResidualMLP, VectorHost
 from esper.tasks.objectives import Classification
 from esper.tasks.splits import cut, dealt, scaling_of
 

@@ -17,7 +17,7 @@ from esper.kasmina.host import SegmentedHost
 from esper.leyline.config.tree import build_config
 from esper.leyline.data import keys
 from esper.leyline.data.task import Task
-from esper.tasks.hosts.factories import MLP, ResidualMLP, VectorHost
+from esper.tasks.hosts import MLP, ResidualMLP, VectorHost
 from esper.tasks.small import table_task
 
 DATA = "2,048 points on two interleaved spirals"

@@ -17,7 +17,7 @@ from torch import Tensor
 from esper.leyline.data.task import SENSED, Split, Task
 from esper.leyline.distribution import of_extra
 from esper.leyline.messages import InputError, in_words, system_in_words
-from esper.tasks.hosts.factories import SEQUENCE_MENU, Transformer
+from esper.tasks.hosts import SEQUENCE_MENU, Transformer
 from esper.tasks.images import VARIABLE, data_folder
 from esper.tasks.objectives import NextByte, NextToken
 from esper.tasks.own.examples import LEAST, DatasetSource, Windows

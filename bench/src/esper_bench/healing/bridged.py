@@ -10,8 +10,7 @@ from esper.kasmina.host import SegmentedHost
 from esper.kasmina.stack.layers import PositionMean
 from esper.leyline.lifecycle.slots import Kind, SlotSpec
 from esper.leyline.messages import InputError
-from esper.tasks.hosts.factories import HOSTS
-from esper.tasks.hosts.feedforward import MLP, SCALE, HostFactory, checked_flags, conv, linear
+from esper.tasks.hosts import HOSTS, MLP, SCALE, HostFactory, checked_flags, conv, linear
 
 
 class Bridged(nn.Sequential):

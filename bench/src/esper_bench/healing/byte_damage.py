@@ -13,7 +13,7 @@ from torch import Tensor
 
 from esper.kasmina.host import SegmentedHost
 from esper.leyline.data.task import Split
-from esper.tasks.hosts.sequential import TransformerBlock
+from esper.tasks.hosts import TransformerBlock
 from esper_bench.healing.damage import Damage, DamageDraw, DamageKind, weight_change
 from esper_bench.healing.open_transformer import TokenMap
 

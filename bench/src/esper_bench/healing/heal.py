@@ -14,7 +14,7 @@ from esper.leyline.data.batches import Batch
 from esper.leyline.data.task import Instance, Lengths, Mixture, Room, Split
 from esper.leyline.messages import InputError
 from esper.runs.healing.training import redraw_dead
-from esper.tasks.hosts.feedforward import MLP
+from esper.tasks.hosts import MLP
 from esper.tasks.objectives import Classification
 from esper_bench.healing.bridged import BridgedCNN
 from esper_bench.healing.closed_form import correct

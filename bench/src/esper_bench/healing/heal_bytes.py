@@ -13,7 +13,7 @@ from esper.kasmina.host import SegmentedHost
 from esper.leyline.data.batches import Batch
 from esper.leyline.data.task import Instance, Lengths, Mixture, Room, Split
 from esper.leyline.messages import InputError
-from esper.tasks.hosts.sequential import Transformer
+from esper.tasks.hosts import Transformer
 from esper.tasks.objectives import NextByte
 from esper_bench.healing.byte_damage import damage_text, damage_transformer
 from esper_bench.healing.byte_hosts import HOST, LAYERS, trained_weights

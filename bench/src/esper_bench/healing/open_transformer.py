@@ -10,8 +10,7 @@ from esper.kasmina.host import SegmentedHost
 from esper.kasmina.stack.layers import Embedding
 from esper.leyline.lifecycle.slots import Kind, SlotSpec
 from esper.leyline.messages import InputError
-from esper.tasks.hosts.factories import HOSTS
-from esper.tasks.hosts.sequential import TiedHead, Transformer
+from esper.tasks.hosts import HOSTS, TiedHead, Transformer
 
 
 class OneHotTokens(nn.Module):

@@ -18,7 +18,7 @@ from esper.leyline.data.batches import Shapes
 from esper.leyline.data.task import Instance, Lengths, Mixture, Objective, Room, Split
 from esper.leyline.lifecycle.slots import Kind, SlotSpec
 from esper.leyline.messages import InputError
-from esper.tasks.hosts.factories import HOSTS
+from esper.tasks.hosts import HOSTS
 from esper.tasks.objectives import Classification, Regression, custom_objective
 from esper_bench.healing.heal import BUDGET, MENU
 from esper_bench.packaged import letters, pitch, speech

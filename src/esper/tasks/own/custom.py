@@ -19,7 +19,7 @@ from esper.leyline.data.duplicates import example_digests, repeated
 from esper.leyline.data.preprocess import preprocess_from
 from esper.leyline.data.task import Instance, Label, Objective, Split, Task
 from esper.leyline.messages import DataWarning, InputError, counted, in_words, kind_of, warn, with_article
-from esper.tasks.hosts.factories import menu_of
+from esper.tasks.hosts import menu_of
 from esper.tasks.objectives import (
     Classification,
     CustomObjective,

@@ -23,7 +23,7 @@ from esper.leyline.data.batches import Batch, check_lengths, leaves, map_leaves,
 from esper.leyline.data.task import SENSED, Label, Split, finite, nonfinite, which
 from esper.leyline.data.workers import read_by_workers
 from esper.leyline.messages import InputError, RunWarning, UserCodeError, amended, counted, kind_of, typed_line, warn
-from esper.tasks.hosts.factories import GRU, Transformer
+from esper.tasks.hosts import GRU, Transformer
 from esper.tasks.own.labels import Kind, check_kind, class_names, concatenate_y, read_target, read_y
 from esper.tasks.splits import Splits, check_examples, cut, dealt, sizes_of
 
