@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console
 
 import esper
-from esper.karn.export_targets import Box, as_markdown, boxes_of, drawing, final_table
-from esper.karn.exporters import Exporter, ExportError, export_of
+from esper.karn.exporters import Box, Exporter, ExportError, as_markdown, boxes_of, drawing, export_of, final_table
 from esper.karn.report.frame import Table
 from esper.karn.run_model import RunModel
 from esper.karn.terminal.console import comparison_table, print_summary

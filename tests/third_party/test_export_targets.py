@@ -17,7 +17,7 @@ import pytest
 
 import esper
 from esper.cli import main
-from esper.karn.export_targets import as_markdown, final_table
+from esper.karn.exporters import as_markdown, final_table
 from esper.leyline.distribution import TARGETS
 from esper.leyline.messages import RunWarning
 from exported import curves_of_steps
@@ -47,7 +47,7 @@ esper.grow("iris", SETTINGS, controller="random-valid", run=sys.argv[1], outputs
 KILLED_IN_STORE = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from esper.karn.export_targets import MLflow
+from esper.karn.exporters import MLflow
 
 folder = Path(sys.argv[1])
 
@@ -63,7 +63,7 @@ KILLED_AT_WORK = """
 import os, signal, sys
 from pathlib import Path
 import esper
-from esper.karn.export_targets import MAKE
+from esper.karn.exporters import MAKE
 from esper.karn.exporters import export_of
 
 folder, name, into, place = sys.argv[1:]

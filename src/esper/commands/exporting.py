@@ -17,8 +17,7 @@ from esper.leyline.distribution import TARGETS, of_extra
 from esper.leyline.messages import InputError, counted, system_in_words
 
 if TYPE_CHECKING:
-    from esper.karn.export_targets import Box
-    from esper.karn.exporters import Exporter
+    from esper.karn.exporters import Box, Exporter
     from esper.karn.reader import OpenRun
 
 FORMATS = ("jsonl", "csv", "parquet")
@@ -170,7 +169,7 @@ def exporter(folder: Path, target: str) -> "Exporter":
 def network_boxes(run: "OpenRun", summary: Mapping[str, Any]) -> "Sequence[Box] | None":
     """Return the parts of the best network; None if it was not exported, or if its host is code of the user's."""
     from esper.api import load
-    from esper.karn.export_targets import Box
+    from esper.karn.exporters import Box
     from esper.kasmina.network.drawing import parts_of
     from esper.store.files import MODELS
 
