@@ -75,8 +75,7 @@ def is_marked(folder: Path) -> bool:
 
 
 VARIABLE = "ESPER_CACHE"
-"""The environment variable that names the cache folder of Esper. The default is `esper` in the user's cache folder, which is
-XDG_CACHE_HOME or `.cache` in the home folder."""
+"""The environment variable that names the cache folder of Esper."""
 
 
 def cache_root() -> Path:

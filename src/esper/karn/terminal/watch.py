@@ -175,14 +175,10 @@ class Watch(App[None]):
 
     def _say(self, part: str, lines: Sequence[str]) -> None:
         """Write lines if they have changed. Only the last part takes the height that its lines need."""
-        before, words = self._shown.get(part), "\n".join(map(printable, lines))
-        if words == before:
-            return
-        self._shown[part] = words
-        target = self.query_one(part, Static)
-        room = target.content_size.width
-        wraps_anew = before is None or _long_lines(words, room) != _long_lines(before, room)
-        target.update(Text(words), layout=wraps_anew and part == "#words")
+        words = "\n".join(map(printable, lines))
+        if words != self._shown.get(part):
+            self._shown[part] = words
+            self.query_one(part, Static).update(Text(words), layout=part == "#words")
 
     def head(self) -> list[str]:
         """Return three lines: what runs, how far it is, and what became of the seeds."""
@@ -293,11 +289,6 @@ class Watch(App[None]):
         """Show the rollbacks or the explanation of the chosen cell, or the environment again."""
         self.view = "detail" if self.view == view else view
         self.show(None)
-
-
-def _long_lines(words: str, width: int) -> list[str]:
-    """Return what the height of a text depends on: an empty text for each line that fits, and the lines that are wrapped."""
-    return [line if len(line) > width else "" for line in words.split("\n")]
 
 
 DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
