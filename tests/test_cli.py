@@ -388,6 +388,6 @@ def test_a_full_disk_is_one_sentence_and_exit_code_1(tmp_path):
 def test_a_run_in_which_every_row_was_rolled_back_in_every_step_prints_so_and_exits_with_1(esper):
     code, _, err = esper("grow", "spirals-narrow", *QUICK, "--set", "optimizer.lr=1e30", "--controller", "never")
     assert code == 1
-    assert "error: every environment was rolled back in every step (" in err
+    assert "warning: the run has failed: every environment was rolled back in every step (" in err
     assert "lower optimizer.lr" in err
     assert "Traceback" not in err

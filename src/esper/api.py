@@ -45,7 +45,7 @@ from esper.runs.folder.resume import Opening, changed, cohort_configs, finished,
 from esper.runs.grow import grow as grow_run
 from esper.runs.train import train as train_run
 from esper.runs.workers.transports import WORKER
-from esper.runs.workers.workers import ALONE, WorkerOptions, worker_options
+from esper.runs.workers.workers import worker_options
 from esper.simic.rewards import get_reward, load_reward
 from esper.store.disk import find_folder, write_atomic
 from esper.store.files import BEST, EVALUATION, MODELS, check_links, is_run, to_json
@@ -114,7 +114,7 @@ def grow(
 
 def train(
     tasks: AnyTask | str | Sequence[AnyTask | str],
-    config: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | list[Config] | None = None,
     *,
     preset: str = "quick",
     reward: Callable[[RewardConfig], Reward] | str = get_reward,
@@ -130,10 +130,11 @@ def train(
     """Train a controller by growing populations of one task or several, and write a run folder if `run` names one.
 
     `tasks` are tasks or names of tasks, as in `grow`. A mapping of config keys overrides the defaults of the tasks, of training
-    and of the preset. `reward` is called with the `RewardConfig` of each task and returns its reward, a function from an
-    `Outcome` to named components, arrays of shape (E,); or it is the place of such a function, "path.py:function"
-    (`esper docs own-controller`). Returns the summary; `esper.grow(task, controller=run)` uses the trained controller. Raises
-    InputError on bad input, before anything is written, and `esper.LearningError` if an update of the policy fails.
+    and of the preset; a list with the `Config` of each task is used unchanged. `reward` is called with the `RewardConfig` of
+    each task and returns its reward, a function from an `Outcome` to named components, arrays of shape (E,); or it is the place
+    of such a function, "path.py:function" (`esper docs own-controller`). Returns the summary; `esper.grow(task,
+    controller=run)` uses the trained controller. Raises InputError on bad input, before anything is written, and
+    `esper.LearningError` if an update of the policy fails.
     `progress`, `on_interrupt` and `outputs` are as in `grow`.
 
     With `workers`, that many processes play the environments, and with `devices`, such as ("cuda:0", "cuda:1"), one on each;
@@ -150,10 +151,13 @@ def train(
     )
     arguments.check_choice(on_interrupt, "on_interrupt", ("raise", "return"))
     folder = None if run is None else arguments.to_path(run, "run")
-    asked = {} if config is None else config
-    if chosen:
-        arguments.check_settings(asked, chosen)
-    configs = training_configs(chosen, preset, asked)
+    if isinstance(config, list) and [type(each) for each in config] == [Config] * len(chosen):
+        configs: list[Config] = config
+    else:
+        asked: Any = {} if config is None else config
+        if chosen:
+            arguments.check_settings(asked, chosen)
+        configs = training_configs(chosen, preset, asked)
     with run_progress(progress) as watch:
         summary = train_run(
             chosen, configs, folder, watch, Opening(overwrite=overwrite), reward=reward, outputs=outputs, asked=hired
@@ -217,33 +221,18 @@ def resume(
     arguments.check_choice(on_interrupt, "on_interrupt", ("raise", "return"))
     arguments.check_outputs(outputs)
     folder, asked = arguments.to_path(run, "run"), worker_options(workers, devices, cluster, get_task)
-    summary = go_on(folder, task, controller, reward, _as_settings(settings), other_data, progress, outputs, asked)
-    return end_of(summary, folder, on_interrupt)
-
-
-def go_on(
-    folder: Path,
-    task: AnyTask | str | Sequence[AnyTask | str] | None,
-    controller: Controller | str | None,
-    reward: str | None,
-    settings: Sequence[str],
-    other_data: bool,
-    progress: Shown,
-    outputs: Sequence[Output] = (),
-    asked: WorkerOptions = ALONE,
-) -> dict[str, Any]:
-    """Continue a run and return its summary. Arguments are as in `resume`; `settings` are in the form of `--set`."""
+    changes = _as_settings(settings)
     before = read_config(folder)
-    config = changed(before, settings) if settings else before
+    config = changed(before, changes) if changes else before
     known = finished(folder) if config == before else None
     if known is not None and is_whole(known, is_training(config)):  # a damaged summary is computed again
         wrong = check_events(folder) if config.telemetry.level != "off" else None
         if wrong is not None:
             warn(wrong, RunWarning)
-        return known
+        return end_of(known, folder, on_interrupt)
     opening = Opening(resume=True, other_data=other_data)
     if config != before:
-        opening = opening._replace(before=before, settings=tuple(settings))
+        opening = opening._replace(before=before, settings=tuple(changes))
     given = [] if task is None else [task] if isinstance(task, Task | Mixture | str) else list(task)
     if is_training(config):
         if controller is not None:
@@ -252,7 +241,8 @@ def go_on(
         tasks = tasks_of(folder, config.tasks, given)
         with run_progress(progress) as watch:
             configs = cohort_configs(config)
-            return train_run(tasks, configs, folder, watch, opening, reward=paid, outputs=outputs, asked=asked)
+            summary = train_run(tasks, configs, folder, watch, opening, reward=paid, outputs=outputs, asked=asked)
+        return end_of(summary, folder, on_interrupt)
     if reward is not None:
         raise InputError(f"{folder} is a growth, in which no reward is paid; leave reward out")
     (chosen,) = tasks_of(folder, (config.task,), given)
@@ -267,7 +257,8 @@ def go_on(
     if "steps" not in config.model_fields_set:  # the new settings give epochs instead of steps
         config = with_steps(config, chosen)
     with run_progress(progress, config.steps, chosen.objective.metric) as sight:
-        return grow_run(chosen, config, client, folder, sight, opening, outputs, asked)
+        summary = grow_run(chosen, config, client, folder, sight, opening, outputs, asked)
+    return end_of(summary, folder, on_interrupt)
 
 
 def evaluate(

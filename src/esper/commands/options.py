@@ -175,16 +175,14 @@ def fail(error: Exception | str, code: int) -> NoReturn:
 
 
 def finish(summary: Mapping[str, Any], folder: Path, as_json: bool) -> None:
-    """Write the report, print the summary, and exit with 130 if the run was interrupted, or with 1 if it failed."""
+    """Print the summary, and exit with 130 if the run was interrupted, or with 1 if it failed; a warning has said why."""
     from rich.console import Console
 
-    from esper.karn.report.page import report_at_end
     from esper.karn.terminal.console import print_summary, print_training
     from esper.runs.workers.transports import WORKER
 
     if summary["status"] == WORKER:
         return
-    report_at_end(folder)
     if as_json:
         typer.echo(json.dumps(summary, indent=2, allow_nan=False))
     else:
@@ -199,4 +197,4 @@ def finish(summary: Mapping[str, Any], folder: Path, as_json: bool) -> None:
         say(f"interrupted; continue with {command}", err=True)
         raise typer.Exit(130)
     if summary["status"] == "failed":
-        fail(summary["error"]["message"], 1)
+        raise typer.Exit(1)

@@ -50,16 +50,12 @@ def grow(
     an earlier one.
     """
     options.use_one_thread()
-    from esper.karn.terminal.progress import run_progress
+    from esper import api
     from esper.leyline.reference import is_own_controller
     from esper.runs.configuration import growth_config, load_config_file
-    from esper.runs.folder.resume import Opening
-    from esper.runs.grow import grow as run_population
-    from esper.runs.workers.workers import worker_options
     from esper.store.disk import file_name
     from esper.tasks.catalog import get_task
 
-    asked = worker_options(workers, devices, None, get_task)
     chosen = get_task(task)
     from_file = {} if config_file is None else load_config_file(str(config_file))
     if from_file.get("task", task) != task:
@@ -75,13 +71,12 @@ def grow(
     given |= {"seed": seed, "device": device, "models": models, "slots": options.split_names(slots)}
     given |= {"baselines": baselines, "twin": twin, "compile": compile_}
     layers = options.read_layers("grow", from_file, settings, given)
-    config, found = growth_config(chosen, *layers)
+    config, _ = growth_config(chosen, *layers)
     named = config.controller if is_own_controller(config.controller) else Path(config.controller).stem
     folder = run or Path("runs") / f"{file_name(task)}-{file_name(named)}-s{config.seed}"
-    # no bar while the window has the terminal
-    with open_window(folder, watch), run_progress(not watch, config.steps, chosen.objective.metric) as progress:
-        opening = Opening(overwrite=overwrite)
-        summary = run_population(chosen, config, found.make(config), folder, progress, opening, asked=asked)
+    made: dict[str, Any] = {"run": folder, "overwrite": overwrite, "workers": workers, "devices": devices}
+    with open_window(folder, watch):  # no bar while the window has the terminal
+        summary = api.grow(chosen, config, progress=not watch, on_interrupt="return", **made)
     options.finish(summary, folder, json_)
 
 
@@ -131,17 +126,12 @@ def train(
     these overrides an earlier one.
     """
     options.use_one_thread()
-    from esper.karn.terminal.progress import run_progress
+    from esper import api
     from esper.runs.configuration import load_config_file, training_configs
-    from esper.runs.folder.resume import Opening
-    from esper.runs.train import train as train_controller
-    from esper.runs.workers.workers import worker_options
-    from esper.simic.rewards import get_reward, load_reward
+    from esper.simic.rewards import get_reward
     from esper.store.disk import file_name
     from esper.tasks.catalog import get_task
 
-    paid = get_reward if reward is None else load_reward(reward)
-    asked = worker_options(workers, devices, cluster, get_task)
     from_file = {} if config_file is None else dict(load_config_file(str(config_file)))
     listed = from_file.pop("tasks", None) or ([from_file["task"]] if "task" in from_file else None)
     if listed is not None and (not isinstance(listed, list) or not all(isinstance(name, str) for name in listed)):
@@ -157,9 +147,10 @@ def train(
     given |= {"twin": twin, "ppo": None if rounds is None else {"rounds": rounds}}
     configs = training_configs(chosen, preset, *options.read_layers("train", from_file, settings, given))
     folder = run or Path("runs") / f"train-{'+'.join(map(file_name, names))}-s{configs[0].seed}"
-    with open_window(folder, watch), run_progress(not watch) as progress:
-        opening = Opening(overwrite=overwrite)
-        summary = train_controller(chosen, configs, folder, progress, opening, reward=paid, asked=asked)
+    made: dict[str, Any] = {"run": folder, "overwrite": overwrite, "progress": not watch, "on_interrupt": "return"}
+    made |= {"workers": workers, "devices": devices, "cluster": cluster}
+    with open_window(folder, watch):
+        summary = api.train(chosen, configs, reward=reward or get_reward, **made)
     options.finish(summary, folder, json_)
 
 
@@ -188,10 +179,14 @@ def resume(
     was a Python object must be given in Python: esper.resume(RUN, controller=...).
     """
     options.use_one_thread()
-    from esper.api import go_on
-    from esper.runs.workers.workers import worker_options
-    from esper.tasks.catalog import get_task
+    from esper import api
 
-    asked = worker_options(workers, devices, cluster, get_task)
-    summary = go_on(run, tasks or None, controller, reward, settings or (), other_data, True, asked=asked)
+    made: dict[str, Any] = {
+        "task": tasks or None,
+        "controller": controller,
+        "reward": reward,
+        "settings": settings or (),
+    }
+    made |= {"other_data": other_data, "workers": workers, "devices": devices, "cluster": cluster}
+    summary = api.resume(run, progress=True, on_interrupt="return", **made)
     options.finish(summary, run, json_)
